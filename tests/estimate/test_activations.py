@@ -14,7 +14,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from mega.core.architecture import parameters
 from mega.core.config.compose import compose
-from mega.core.config.resolve import resolve
+from mega.core.config.resolve import resolve, shares_casts
 from mega.core.config.run import RunConfig
 from mega.core.estimate import chunks, trace
 from mega.core.estimate.chunks import Chunk, stage_chunks
@@ -367,7 +367,7 @@ def test_against_autograd(name: str, alone: Callable[[], None]) -> None:
     run = run_of(CASES[name])
     for stage in range(run.parallel.pp):
         found = counted(run, stage)
-        held, forward, backward = measured(run, stage)
+        held, forward, backward = measured(run, stage, shared=shares_casts(run))
         assert found.held + found.in_flight == pytest.approx(held, rel=0.002)
         assert found.forward == pytest.approx(forward, rel=0.05)
         assert found.backward == pytest.approx(backward, rel=0.05)

@@ -29,11 +29,11 @@ def rows(name: str) -> list[Judged]:
 @pytest.mark.parametrize(
     ("name", "count", "median", "worst"),
     [
-        ("h200", 106, 0.001, 0.034),
+        ("h200", 104, 0.001, 0.034),
         ("h200_families", 9, 0.005, 0.020),
-        ("h200_bench", 17, 0.001, 0.006),
+        ("h200_bench", 16, 0.001, 0.006),
         ("h100", 12, 0.001, 0.010),
-        ("h100_alone", 16, 0.002, 0.014),
+        ("h100_alone", 14, 0.002, 0.014),
     ],
 )
 def test_peaks(name: str, count: int, median: float, worst: float) -> None:
@@ -45,10 +45,10 @@ def test_peaks(name: str, count: int, median: float, worst: float) -> None:
 @pytest.mark.parametrize(
     ("name", "count", "median", "ninth", "worst"),
     [
-        ("h200", 72, 0.018, 0.044, 0.065),
-        ("h200_bench", 24, 0.015, 0.042, 0.058),
+        ("h200", 70, 0.018, 0.044, 0.065),
+        ("h200_bench", 23, 0.015, 0.042, 0.058),
         ("h100", 12, 0.015, 0.05, 0.058),
-        ("h100_alone", 16, 0.023, 0.048, 0.068),
+        ("h100_alone", 14, 0.023, 0.048, 0.068),
     ],
 )
 def test_step_times(name: str, count: int, median: float, ninth: float, worst: float) -> None:
@@ -61,7 +61,7 @@ def test_step_times(name: str, count: int, median: float, ninth: float, worst: f
 def test_step_times_of_all_rows() -> None:
     """The goal of the page: half of them within 2.5 %, nine of ten within 6 %."""
     errors = second_errors([one for name in ("h200", "h200_bench", "h100") for one in rows(name)])
-    assert errors.count == 108 and errors.median <= 0.025 and errors.ninth <= 0.06, str(errors)
+    assert errors.count == 105 and errors.median <= 0.025 and errors.ninth <= 0.06, str(errors)
 
 
 def test_retired_rows_say_why() -> None:

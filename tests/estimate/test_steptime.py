@@ -16,14 +16,14 @@ from mega.api.estimation import estimated
 from mega.cli import main
 from mega.core.config.compose import compose
 from mega.core.config.resolve import resolve
-from mega.core.config.run import RunConfig
+from mega.core.config.run import RunConfig, updated
 from mega.core.device import PEAK_TFLOPS
 from mega.core.estimate import trace
 from mega.core.estimate.chunks import stage_chunks
 from mega.core.estimate.cost import CROWDED, Pass
 from mega.core.estimate.hardware import Hardware, hardware
 from mega.core.estimate.memory import memory
-from mega.core.estimate.steptime import LAST, StepTime, pipeline_time, step_time
+from mega.core.estimate.steptime import LAST, StepTime, Times, pipeline_time, step_time
 from mega.core.estimate.weights import stage_weights
 from mega.core.parallel import pieces
 from mega.core.plan import Costs, plan, simulate
@@ -93,15 +93,26 @@ def test_measured_on_h200(preset: str, world: int, flags: dict[str, Any], second
 
 
 def test_fp8_beside_bf16() -> None:
-    """Llama-2 7B as measured on an H200, 4.803 s in bf16 and 3.549 in fp8; emulated, fp8 is no gain."""
+    """8 blocks of Llama-2 7B as measured on an H100, with one scale per tensor; emulated, fp8 is no gain."""
 
     def seconds(device: str, fp8: bool) -> float:
-        flags = {**QUIET, "micro_batch": 2, "global_batch": 16, "recompute": "selective", "fp8": fp8}
+        flags = {**QUIET, "layers": 8, "micro_batch": 2, "global_batch": 8, "fp8": fp8}
         return step_time(resolve(compose("llama2-7b", flags=flags), 1), 1, hardware(device)).seconds
 
-    assert seconds("h200", fp8=True) == pytest.approx(3.549, rel=0.06)
-    assert seconds("h200", fp8=True) / seconds("h200", fp8=False) == pytest.approx(3.549 / 4.803, rel=0.02)
+    assert seconds("h100", fp8=True) == pytest.approx(0.457, rel=0.03)
     assert seconds("a100", fp8=True) > 5 * seconds("a100", fp8=False)
+
+
+def test_a_step_neither_zeroes_nor_reads_gradients_that_it_overwrites() -> None:
+    """Those of matrices in fp8, where a bucket holds them from step to step, and unless a graph adds to them."""
+    run = resolve(compose("llama2-7b", flags={**QUIET, "layers": 8, "micro_batch": 2, "fp8": True}), 1)
+    (stage,) = {chunks for chunks in stage_chunks(run)}
+    matrices = 8 * (4 * 4096**2 + 3 * 4096 * 11008)
+    for values, elements in (({}, matrices), ({"zero": 2}, 0), ({"fp8": False}, 0), ({"lora_rank": 4}, 0)):
+        assert stage_weights(resolve(updated(run, values), 1), 1, stage).overwritten == elements
+    weights = stage_weights(run, 1, stage)
+    eager, recorded = (Times(run, hardware("h100"), recorded=recorded).update(1, weights, 0.0) for recorded in (0, 1))
+    assert (recorded - eager) * 3e12 == pytest.approx(8 * matrices, rel=0.15)
 
 
 def small(world: int, **flags: Any) -> RunConfig:

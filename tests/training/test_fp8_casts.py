@@ -23,10 +23,11 @@ from mega.core.ops.suite import choose
 from mega.core.parallel import weight_casts
 from mega.core.parallel.adapter import attach_adapters
 from mega.core.parallel.gemms import WeightGemms
+from mega.core.parallel.gradients import zero_unwritten
 from mega.core.parallel.linear import ColumnLinear, RowLinear
 from mega.core.parallel.mesh import Groups, Mesh
 from mega.core.parallel.region import ALONE
-from mega.core.parallel.weight import ParameterFactory, weights
+from mega.core.parallel.weight import ParameterFactory, Weight, weights
 from mega.core.parallel.weight_casts import WeightCasts
 from mega.core.processes.pool import Pool
 from mega.core.proof.parity import own_samples, synthetic_batch
@@ -129,14 +130,14 @@ def counted(monkeypatch: pytest.MonkeyPatch) -> Iterator[Counter[int]]:
         ({"lora_rank": 4}, 1),
         ({"zero": 2}, 1),
         ({"zero": 3}, 8),  # 4 forward and 4 backward passes
-        ({"micro_batch": 4}, 2),
+        ({"micro_batch": 4}, 1),
         ({"recompute": "selective"}, 8),
         (FULL, 12),
     ],
     ids=str,
 )
 def test_a_step_casts_each_weight_once(values: dict[str, Any], casts: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    """If it has several microbatches and the memory. Every microbatch of an evaluation casts anew."""
+    """If it has the memory. Every microbatch of an evaluation casts anew."""
     run = run_of("llama", **values)
     state = built(run)
     batches = [synthetic_batch(run, rows) for rows in own_samples(run, state.mesh, 0)]
@@ -199,7 +200,7 @@ def test_the_estimate_counts_the_casts() -> None:
         size = sum(cast.rows.nbytes + cast.columns.nbytes for cast in casts)
         (stage,) = memory(run, 1).stages
         assert stage.held.casts == size > 0
-        (alone,) = memory(run_of("llama", **values, micro_batch=4), 1).stages
+        (alone,) = memory(run_of("llama", **values, recompute="selective"), 1).stages
         assert alone.held.casts == 0 and stage.held.weights - alone.held.weights == size
 
 
@@ -268,3 +269,72 @@ def test_only_linear_layers_in_fp8_have_casts() -> None:
     first, second = linear(), linear()
     second.weight = first.weight
     assert len(WeightCasts([first, second])._casts) == 1
+
+
+def poisoned(state: TrainState) -> list[Weight]:
+    """Weights whose gradients are undefined at the start of a step, after these gradients were made NaN."""
+    state.grads.start()
+    undefined = [weight for bucket in state.grads.buckets for weight, _, _ in bucket.offsets if weight.unwritten]
+    for weight in undefined:
+        assert weight.main_grad is not None
+        weight.main_grad.fill_(torch.nan)
+    return undefined
+
+
+WRITTEN: dict[str, tuple[str, int, dict[str, Any]]] = {
+    name: CASES[name]
+    for name in ("llama", "llama, blocks", "t5", "full", "one microbatch", "zero 1", "pp 2, zero-bubble")
+} | {"tied": ("gpt", 1, {"tied": True}), "tp 2, sequence": CASES["tp 2, sequence"]}
+
+
+def assert_written_once(run: RunConfig, mesh: Mesh, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Steps whose first wgrad GEMMs overwrite NaN, beside steps that add to zeros."""
+    one, other = built(run, mesh), built(run, mesh)
+    start = one.grads.start
+
+    def start_poisoned() -> None:
+        with monkeypatch.context() as patched:
+            patched.setattr(one.grads, "start", start)
+            assert len(poisoned(one)) == len(list(linears(one)))
+
+    monkeypatch.setattr(one.grads, "start", start_poisoned)
+    for step in range(2):
+        batches = [synthetic_batch(run, rows) for rows in own_samples(run, mesh, 8 * step)]
+        a = train_step(one, batches, 3e-3, 0.01)
+        with monkeypatch.context() as patched:
+            patched.setattr(NarrowMatmuls, "overwrites", False)
+            b = train_step(other, batches, 3e-3, 0.01)
+        assert torch.equal(a.loss, b.loss) and torch.equal(a.grad_norm, b.grad_norm)
+        for left, right in zip(one.grads.buckets, other.grads.buckets, strict=True):
+            assert torch.equal(left.own_grads, right.own_grads) and torch.equal(left.own_weights, right.own_weights)
+    for state in (one, other):
+        state.grads.wait_param_gather()
+
+
+def _written_on_a_rank(groups: Groups, rank: int, run: RunConfig) -> None:
+    with pytest.MonkeyPatch.context() as monkeypatch:
+        assert_written_once(run, build_mesh(run, rank, 2, groups), monkeypatch)
+
+
+@pytest.mark.parametrize("name", WRITTEN)
+def test_the_first_gradient_of_a_step_overwrites(pool: Pool, name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """It changes no bit, in any layout."""
+    model, world, values = WRITTEN[name]
+    run = run_of(model, world, **values)
+    if world == 1:
+        assert_written_once(run, Mesh(0), monkeypatch)
+    else:
+        pool.run(_written_on_a_rank, run, world=world)
+
+
+def test_other_gradients_are_zeroed() -> None:
+    """Before anything but a wgrad GEMM adds to a gradient that is undefined, and before a graph is replayed."""
+    state = built(run_of("llama"))
+    weight, *_ = undefined = poisoned(state)
+    assert set(map(id, undefined)) == {id(linear.weight) for linear in linears(state)}
+    weight.accumulate_grad(torch.ones_like(weight))
+    assert not weight.unwritten and weight.main_grad is not None and (weight.main_grad == 1).all()
+    zero_unwritten(state.grads)
+    for bucket in state.grads.buckets:
+        assert bucket.grads is not None and bucket.grads.isfinite().all()
+        assert not any(each.unwritten for each, _, _ in bucket.offsets)

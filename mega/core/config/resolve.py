@@ -219,19 +219,19 @@ def microbatches(run: RunConfig, world: int, global_batch: int | None = None) ->
     return batch // (run.batch.micro_batch * data_parallel(run, world))
 
 
-def shares_casts(run: RunConfig, count: int) -> bool:
-    """Return whether the `count` microbatches of a step share fp8 casts of the weights, which need 2 bytes per element.
+def shares_casts(run: RunConfig) -> bool:
+    """Return whether the forward and backward passes of a step share fp8 casts of the weights, which need 2 bytes per
+    element.
 
-    A step with a single microbatch has nothing to share. With ZeRO 3, weights are freed during a step. A run that
-    recomputes activations has no memory for casts.
+    With ZeRO 3, weights are freed during a step. A run that recomputes activations has no memory for casts.
 
     >>> from mega.core.config.compose import compose
     >>> flags = {"micro_batch": 1, "dtype": "bf16", "fp8": True}
     >>> runs = [resolve(compose("llama2-7b", flags={**flags, "zero": zero}), world=1) for zero in (1, 3)]
-    >>> [shares_casts(run, count) for run in runs for count in (1, 2)]
-    [False, True, False, False]
+    >>> [shares_casts(run) for run in runs]
+    [True, False]
     """
-    return run.precision.fp8 and count > 1 and run.parallel.zero < 3 and run.memory.recompute == "none"
+    return run.precision.fp8 and run.parallel.zero < 3 and run.memory.recompute == "none"
 
 
 def eager_microbatches(shares: int, count: int) -> int:

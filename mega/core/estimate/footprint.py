@@ -55,7 +55,7 @@ def footprint(
     """
     from mega.core.estimate.trace import trace
 
-    chunk_trace = trace(run, chunk, shared=shares_casts(run, 2 if repeats else 1))
+    chunk_trace = trace(run, chunk, shared=shares_casts(run))
     walk = _Walk(buckets, len(chunk_trace.forward))
     backward = walk.backward(chunk_trace.backward, chunk_trace.held + chunk_trace.in_flight)
     if repeats and buckets:

@@ -103,7 +103,7 @@ def memory(run: RunConfig, world: int) -> Memory:
     parallel, count = run.parallel, microbatches(run, world)
     timelines = timelines_of(parallel.schedule, parallel.pp, parallel.chunks, representative(run, count))
     dp, chunks = data_parallel(run, world), stage_chunks(run)
-    shared = shares_casts(run, count)
+    shared = shares_casts(run)
     weights = {stage_chunk: stage_weights(run, dp, stage_chunk, shared=shared) for stage_chunk in set(chunks)}
     prints = footprints(run, set(chain(*chunks)), dp, count)
     libraries = 0 if run.runtime.device == "cpu" else LIBRARIES
@@ -148,7 +148,7 @@ def memory(run: RunConfig, world: int) -> Memory:
 def minimum_gib(run: RunConfig, world: int, communicator: float) -> float:
     """A lower bound of `memory(run, world).needed(communicator)`, in GiB: the constant memory of the first stage and
     the memory of process groups."""
-    dp, shared = data_parallel(run, world), shares_casts(run, microbatches(run, world))
+    dp, shared = data_parallel(run, world), shares_casts(run)
     weights = stage_weights(run, dp, stage_chunks(run)[0], shared=shared)
     return weights.total / GIB + communicators(run, dp) * communicator
 

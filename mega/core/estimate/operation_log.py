@@ -98,6 +98,9 @@ class OperationLog:
         moved = _moved(name, arguments, None) if name in ADDED_ROWS else sum(map(_bytes, arguments))
         self.operations.append(ElementwiseWork(name, moved))
 
+    def gemm(self, a: torch.Tensor, b: torch.Tensor, out: torch.Tensor) -> None:
+        self.operations.append(_gemm(a, b, out))
+
     def attention(self, kernel: str, q: torch.Tensor, k: torch.Tensor, mask: AttentionMask, *, backward: bool) -> None:
         (b, s, heads, d), t = q.shape, k.shape[1]
         share, curve = _visible(s, t, *mask.band(s, t)), "cudnn causal"

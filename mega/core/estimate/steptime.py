@@ -70,7 +70,7 @@ def step_time(run: RunConfig, world: int, device: Hardware, *, play: bool = True
     """
     parallel, dp, count = run.parallel, data_parallel(run, world), microbatches(run, world)
     recorded = records_graph(run, world)
-    shared = shares_casts(run, count)
+    shared = shares_casts(run)
     times = Times(run, device, recorded=recorded, rough=not play, shared=shared)
     stages = stage_chunks(run)
     chunks, hop_seconds = times.pipeline(), times.hop(parallel.tp * parallel.cp * dp)
@@ -116,7 +116,7 @@ def step_time(run: RunConfig, world: int, device: Hardware, *, play: bool = True
 
 def plan_costs(run: RunConfig, world: int, device: Hardware) -> Costs:
     """Return the durations of the pipeline plan's steps, in seconds, as `step_time` uses them."""
-    shared = shares_casts(run, microbatches(run, world))
+    shared = shares_casts(run)
     parallel, times = run.parallel, Times(run, device, recorded=records_graph(run, world), shared=shared)
     return _costs(times.pipeline(), times.hop(parallel.tp * parallel.cp * data_parallel(run, world)))
 
@@ -213,7 +213,7 @@ class Times:
     """Computes how long each component of a step takes, in seconds, for a resolved `run` on a device.
 
     recorded: whether microbatches are replayed as CUDA graphs. rough: compute the times faster but less exactly.
-    shared: whether the microbatches of a step share fp8 casts of weights.
+    shared: whether the passes of a step share fp8 casts of weights.
     """
 
     def __init__(
@@ -293,6 +293,8 @@ class Times:
         # The casts that follow an update: two reads of a weight (one with scales of blocks), and two writes in fp8.
         reads = 1 if run.precision.fp8_scaling == "block" else 2
         seconds += self.card.elementwise((2 * reads + 2) * weights.casts / 2) if weights.casts else 0.0
+        if weights.overwritten and not self.recorded:  # gradients that are overwritten are neither zeroed nor read
+            seconds -= self.card.elementwise(2 * BYTES[run.precision.grad_dtype] * weights.overwritten)
         if run.optimizer.optimizer_offload:
             seconds += self.offloaded(owned_elements, min(dp * parallel.cp * parallel.tp * parallel.pp, on.node))
         if max(shards.values()) > 1 and 0 < parallel.zero < 3:

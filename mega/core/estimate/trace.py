@@ -44,7 +44,7 @@ from mega.core.family import synthetic_batch
 from mega.core.ops.autograd import run_backward
 from mega.core.ops.observe import observing
 from mega.core.parallel.deferred import DeferredWgrad, run_wgrad
-from mega.core.parallel.gradients import parameter_spec
+from mega.core.parallel.gradients import parameter_spec, zero_unwritten
 from mega.core.parallel.layout import ParameterSpec
 from mega.core.parallel.mesh import Mesh
 from mega.core.parallel.peers import MetaPeers
@@ -366,7 +366,7 @@ def trace(run: RunConfig, chunk: Chunk, *, composed: bool = False, shared: bool 
     """Trace one microbatch of a resolved `run` on a chunk.
 
     composed: assemble chunks of all lengths from the same two traces, even if blocks share memory, in which case the
-    operations are exact but the peaks are not. shared: whether the microbatches of a step share fp8 casts of weights.
+    operations are exact but the peaks are not. shared: whether the passes of a step share fp8 casts of weights.
     The trace does not include these casts.
     """
     if chunk.kinds:
@@ -611,6 +611,7 @@ class _Rank:
         unit_weights = _distinct_weights(units)
         self.grads = build_grads(variant(run, {"zero": 0}), self.mesh, [self.chunk])
         self.grads.start()
+        zero_unwritten(self.grads)  # a microbatch adds to the gradients, unless it is the first of its step
         transport = self.chunk.region.transport
         self.exchanges = transport if isinstance(transport, MetaPeers) else None
         self.deferred = _splits(run)

@@ -61,7 +61,8 @@ class Weights:
     frozen: int = 0  # Bytes of weights that are not trained
     frozen_parameters: int = 0  # Number of elements of weights that are not trained
     experts: int = 0  # Number of elements of expert weights, which only some of the data ranks share
-    casts: int = 0  # Bytes, included in `weights`, of fp8 casts that the microbatches of a step share
+    casts: int = 0  # Bytes, included in `weights`, of fp8 casts that the passes of a step share
+    overwritten: int = 0  # Number of elements whose gradients a step's first wgrad GEMM overwrites instead of adding
 
     @property
     def trained(self) -> int:
@@ -87,7 +88,7 @@ def wide_bytes(dtype: str) -> int:
 def stage_weights(run: RunConfig, dp: int, chunks: tuple[Chunk, ...], *, shared: bool = False) -> Weights:
     """The constant memory of each rank with these `chunks`, for a resolved `run` on `dp` data-parallel ranks.
 
-    All tensor ranks of a stage have equal sizes. shared: whether the microbatches of a step share fp8 casts.
+    All tensor ranks of a stage have equal sizes. shared: whether the passes of a step share fp8 casts.
     """
     # Keep only the options that affect the result, so that layouts that differ only in other options share the cached
     # result.
@@ -109,7 +110,8 @@ def _stage_weights(run: RunConfig, dp: int, chunks: tuple[Chunk, ...], shared: b
     moments = sum(_moments(run, bucket) for bucket in buckets) * high
     specs = [one for chunk in chunks for part in _parameters(run, chunk) for one in part]
     frozen = [one for one in specs if not trained(one)]
-    casts = 2 * sum(one.elements for one in specs if _linear(run, one)) if shared else 0
+    linear = [one for one in specs if _linear(run, one)]
+    casts = 2 * sum(one.elements for one in linear) if shared else 0
     frozen_bytes = sum(one.elements * BYTES[one.dtype] for one in frozen)
     frozen_parameters = sum(one.elements for one in frozen)
     return Weights(
@@ -127,6 +129,7 @@ def _stage_weights(run: RunConfig, dp: int, chunks: tuple[Chunk, ...], shared: b
         frozen=frozen_bytes,
         frozen_parameters=frozen_parameters,
         casts=casts,
+        overwritten=sum(one.elements for one in linear if trained(one)) if precision.fp8 and parallel.zero < 2 else 0,
     )
 
 

@@ -11,7 +11,7 @@ contains the fast implementation.
 
 Casts move many bytes, so they are shared where this is possible. An input is cast once, by rows for `forward` and by
 columns for `wgrad`, and only the columns are saved. A weight may have a function `shared_cast` that returns a cast by
-rows and columns, which the microbatches of a step share (parallel/weight_casts.py).
+rows and columns, which all passes of a step share (parallel/weight_casts.py).
 """
 
 from __future__ import annotations
@@ -114,6 +114,8 @@ class NarrowMatmuls(Matmuls, Generic[AnyCast]):
     saves_narrow: bool = True
     """Whether a layer saves its input in fp8. If norms and activations are recomputed, other ops save the remaining
     inputs, so a copy in fp8 would need additional memory."""
+    accumulate: Callable[..., bool] | None = None
+    """Function that computes wgrad in place, `cublaslt_fp8.accumulate`, or None."""
 
     def exact(self) -> Matmuls:
         return self.wide
@@ -132,13 +134,34 @@ class NarrowMatmuls(Matmuls, Generic[AnyCast]):
         shared: Callable[[], AnyCast] | None = getattr(weight, "shared_cast", None)
         return self.cast_weight(weight, rows=rows, columns=columns) if shared is None else shared()
 
-    def wgrad(self, grad: AnyCast, x: Input) -> torch.Tensor:
-        return self._gradient(grad, x, torch.float32 if isinstance(x, Operand) else x.dtype)
+    @property
+    def overwrites(self) -> bool:
+        return True
+
+    def write_wgrad(self, main_grad: torch.Tensor, grad: AnyCast, x: Input) -> None:
+        self._put_wgrad(main_grad, grad, x, overwrite=True)
 
     def accumulate_wgrad(self, main_grad: torch.Tensor, grad: AnyCast, x: Input) -> None:
-        main_grad.add_(self._gradient(grad, x, torch.float32))
+        self._put_wgrad(main_grad, grad, x, overwrite=False)
 
-    def _gradient(self, grad: AnyCast, x: Input, dtype: torch.dtype) -> torch.Tensor:
+    def _put_wgrad(self, main_grad: torch.Tensor, grad: AnyCast, x: Input, *, overwrite: bool) -> None:
+        a, b = self._factors(grad, x)
+        if self.accumulate is not None and self.accumulate(main_grad, a, b, overwrite=overwrite):
+            return
+        if overwrite:
+            main_grad.copy_(self._gemm(a, b, torch.float32))
+        else:
+            main_grad.add_(self._gemm(a, b, torch.float32))
+
+    def wgrad(self, grad: AnyCast, x: Input) -> torch.Tensor:
+        return self._gemm(*self._factors(grad, x), torch.float32 if isinstance(x, Operand) else x.dtype)
+
+    def _factors(self, grad: AnyCast, x: Input) -> tuple[Operand, Operand]:
+        """Return the operands dy^T and x^T of `wgrad`."""
+        raise NotImplementedError
+
+    def _gemm(self, a: Operand, b: Operand, dtype: torch.dtype) -> torch.Tensor:
+        """Return a b^T for the operands from `_factors`."""
         raise NotImplementedError
 
 
@@ -187,6 +210,9 @@ class Fp8Matmuls(NarrowMatmuls[Cast]):
     ) -> Cast:
         return self.cast(weight.detach(), FORWARD, rows=rows, columns=columns, into=into)
 
-    def _gradient(self, grad: Cast, x: Input, dtype: torch.dtype) -> torch.Tensor:
+    def _factors(self, grad: Cast, x: Input) -> tuple[Operand, Operand]:
         b = x if isinstance(x, Operand) else self.cast(x.detach(), FORWARD, columns=True).by_columns
-        return self.multiply(grad.columns, b.narrow, grad.inverse, b.inverse, dtype)
+        return grad.by_columns, b
+
+    def _gemm(self, a: Operand, b: Operand, dtype: torch.dtype) -> torch.Tensor:
+        return self.multiply(a.narrow, b.narrow, a.inverse, b.inverse, dtype)

@@ -119,6 +119,10 @@ class BlockMatmuls(NarrowMatmuls[BlockCast]):
     ) -> BlockCast:
         return self.cast_blocks(weight.detach(), rows=rows, columns=columns, into=into)
 
-    def _gradient(self, grad: BlockCast, x: Input, dtype: torch.dtype) -> torch.Tensor:
+    def _factors(self, grad: BlockCast, x: Input) -> tuple[Operand, Operand]:
         b = x if isinstance(x, Operand) else self.cast_rows(x.detach(), columns=True).columns
-        return self.multiply(grad.columns, b, dtype, blocks=False)
+        assert grad.columns is not None and b is not None
+        return grad.columns, b
+
+    def _gemm(self, a: Operand, b: Operand, dtype: torch.dtype) -> torch.Tensor:
+        return self.multiply(a, b, dtype, blocks=False)

@@ -2,7 +2,7 @@
 
     forward   y [n, out]
     dgrad     dx = dy W [n, in], or the gradient of `before` if x = activation(before)
-    wgrad     dW = dy^T x [out, in], in a separate tensor or added to main_grad
+    wgrad     dW = dy^T x [out, in], in a separate tensor, or written or added to main_grad
 
 `prepare` converts dy once into the format that dgrad and wgrad need. `operands` converts x into the formats that
 forward and wgrad need. If an argument `out` is given, the result is written to this tensor. The GEMMs in this module
@@ -99,6 +99,15 @@ class Matmuls:
     def wgrad(self, grad: Any, x: Input) -> torch.Tensor:
         assert isinstance(x, torch.Tensor)
         return grad.t() @ x  # type: ignore[no-any-return]
+
+    @property
+    def overwrites(self) -> bool:
+        """Whether `write_wgrad` is faster than zeroing main_grad and `accumulate_wgrad`, with the same result."""
+        return False
+
+    def write_wgrad(self, main_grad: torch.Tensor, grad: Any, x: Input) -> None:
+        """Write the gradient to main_grad, whose elements may be undefined."""
+        self.accumulate_wgrad(main_grad.zero_(), grad, x)
 
     def accumulate_wgrad(self, main_grad: torch.Tensor, grad: Any, x: Input) -> None:
         assert isinstance(x, torch.Tensor)

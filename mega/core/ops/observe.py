@@ -23,6 +23,9 @@ class Observer(Protocol):
     def kernel(self, name: str, arguments: Sequence[object]) -> None:
         """Record a kernel launch with these arguments, including tensors."""
 
+    def gemm(self, a: torch.Tensor, b: torch.Tensor, out: torch.Tensor) -> None:
+        """Record a GEMM a [m, k] b [k, n] whose result is written to `out`."""
+
     def attention(self, kernel: str, q: torch.Tensor, k: torch.Tensor, mask: AttentionMask, *, backward: bool) -> None:
         """Record an attention call with q [b, s, heads, d] and k [b, t, kv_heads, d]. kernel: "ours" (Triton) or
         "window" (cuDNN)."""
@@ -54,6 +57,11 @@ def observing(observer: Observer) -> Iterator[None]:
 def kernel(name: str, arguments: Sequence[object]) -> None:
     for observer in _observers:
         observer.kernel(name, arguments)
+
+
+def gemm(a: torch.Tensor, b: torch.Tensor, out: torch.Tensor) -> None:
+    for observer in _observers:
+        observer.gemm(a, b, out)
 
 
 def attention(name: str, q: torch.Tensor, k: torch.Tensor, mask: AttentionMask, *, backward: bool = False) -> None:

@@ -22,6 +22,7 @@ from mega.core.ops import (
     activation,
     attention,
     cross_entropy,
+    cublaslt_fp8,
     cudnn,
     heads,
     norm,
@@ -231,7 +232,7 @@ _Kernels = Mapping[str, Callable[..., object]]
 def _fp8_kernels() -> _Kernels:
     from mega.core.ops.kernels import fp8
 
-    return {"cast": fp8.cast, "multiply": fp8.multiply}
+    return {"cast": fp8.cast, "multiply": fp8.multiply, "accumulate": cublaslt_fp8.accumulate}
 
 
 def _fp8_block_kernels() -> _Kernels:
@@ -241,6 +242,7 @@ def _fp8_block_kernels() -> _Kernels:
         "cast_rows": fp8_blocks.cast_rows,
         "cast_blocks": fp8_blocks.cast_blocks,
         "multiply": fp8_blocks.multiply,
+        "accumulate": cublaslt_fp8.accumulate,
     }
 
 

@@ -272,7 +272,7 @@ class GradBuffer:
     def start(self) -> None:
         """Begin a step by setting all gradients to zero and marking them as not yet computed."""
         for bucket in self.buckets:
-            (bucket.own_grads if bucket.grads is None else bucket.grads).zero_()
+            _clear(bucket)
             bucket.waiting, bucket.works = bucket.uses, []
             bucket.ready.clear()
         if self.zero >= 3 and self._overlap_gather:
@@ -460,6 +460,28 @@ def _wait_param_gather(buckets: list[Bucket], *_: object) -> None:
 
 def _unobserved(bucket: Bucket) -> None:
     """Do nothing. This function is the default of `before_reduce`."""
+
+
+def _clear(bucket: Bucket) -> None:
+    """Set the gradients to zero. Gradients that the first wgrad GEMM of the step overwrites are only marked."""
+    if bucket.grads is None:
+        bucket.own_grads.zero_()
+        return
+    begin = 0
+    for weight, first, stop in sorted(bucket.offsets, key=lambda entry: entry[1]):
+        weight.unwritten = weight.dim() == 2 and weight.ops.matmuls.overwrites
+        if weight.unwritten:
+            bucket.grads[begin:first].zero_()
+            begin = stop
+    bucket.grads[begin:].zero_()
+
+
+def zero_unwritten(grads: GradBuffer) -> None:
+    """Set the gradients to zero that `GradBuffer.start` only marked, because a replayed CUDA graph adds to them."""
+    for bucket in grads.buckets:
+        for weight, _, _ in bucket.offsets:
+            if weight.unwritten:
+                weight.open_main_grad()
 
 
 def _settle(bucket: Bucket) -> None:

@@ -25,7 +25,7 @@ from mega.core.activity import ACTIVITY
 from mega.core.batch import Batch
 from mega.core.config.resolve import eager_microbatches
 from mega.core.device import Recorder
-from mega.core.parallel.gradients import GradBuffer
+from mega.core.parallel.gradients import GradBuffer, zero_unwritten
 from mega.core.parallel.mesh import Mesh
 from mega.core.parallel.peers import Peers
 from mega.core.parallel.pipeline import Pipeline, Stage, backward, stacked
@@ -89,6 +89,7 @@ class ReplayedPipeline(Pipeline):
         """Run a training step whose batches have the optional tensors `names`, each of which has run before."""
         # Hooks do not run in a replay, so first wait for all weights, and finally mark all gradients as complete.
         grads.wait_param_gather()
+        zero_unwritten(grads)
         self.casts.renew()
         sums = torch.empty(len(batches), len(self.names), 2, dtype=torch.float64, device=self.device)
         eager = eager_microbatches(grads.data_ranks, len(batches))

@@ -46,6 +46,8 @@ class Weight(nn.Parameter):
     """The number of gradients per backward pass (2 for a tied embedding on one stage)."""
     main_grad: torch.Tensor | None
     """The accumulated gradient, shaped like the weight; None if autograd handles the gradient."""
+    unwritten: bool
+    """Whether the elements of `main_grad` are undefined, because the step has computed no gradient yet."""
     on_main_grad: Callable[[Weight], None] | None
     """Function that is called before a gradient is added while `main_grad` is not set. It may allocate `main_grad`."""
     on_grad_ready: Callable[[Weight], None] | None
@@ -53,7 +55,7 @@ class Weight(nn.Parameter):
     on_wgrad: Callable[[Weight, Any, Input], None] | None
     """Function that defers a wgrad GEMM; None if GEMMs run immediately."""
     shared_cast: Callable[[], object] | None
-    """Function that returns the fp8 cast of the weight, which the microbatches of a step share; None if GEMMs cast the
+    """Function that returns the fp8 cast of the weight, which the passes of a step share; None if GEMMs cast the
     weight."""
 
     def __new__(cls, data: torch.Tensor, segments: tuple[Segment, ...], ops: Ops = REFERENCE) -> Self:
@@ -61,7 +63,7 @@ class Weight(nn.Parameter):
         weight.segments, weight.ops, weight.uses = segments, ops, 1
         weight.requires_grad_(all(segment.shard.tensor.learned for segment in segments))
         weight.main_grad = weight.on_main_grad = weight.on_grad_ready = weight.on_wgrad = None
-        weight.shared_cast = None
+        weight.shared_cast, weight.unwritten = None, False
         return weight
 
     def add_wgrad(self, grad: Any, x: Input) -> torch.Tensor | None:
@@ -71,13 +73,18 @@ class Weight(nn.Parameter):
         """
         if not self.requires_grad:
             return None
+        overwrite, self.unwritten = self.unwritten, False
         main_grad = self.open_main_grad()
         if main_grad is None:
             return self.ops.matmuls.wgrad(grad, x).to(self.dtype)
         if self.on_wgrad is not None:
+            self.unwritten = overwrite
             self.on_wgrad(self, grad, x)
             return None
-        self.ops.matmuls.accumulate_wgrad(main_grad, grad, x)
+        if overwrite:
+            self.ops.matmuls.write_wgrad(main_grad, grad, x)
+        else:
+            self.ops.matmuls.accumulate_wgrad(main_grad, grad, x)
         self.grad_ready()
         return None
 
@@ -106,9 +113,12 @@ class Weight(nn.Parameter):
         return None
 
     def open_main_grad(self) -> torch.Tensor | None:
-        """Return `main_grad`. If it is not set, `on_main_grad` may allocate it first."""
+        """Return `main_grad`, to which the caller may add. If it is not set, `on_main_grad` may allocate it first."""
         if self.main_grad is None and self.on_main_grad is not None:
             self.on_main_grad(self)
+        if self.unwritten and self.main_grad is not None:
+            self.main_grad.zero_()
+            self.unwritten = False
         return self.main_grad
 
     def grad_ready(self) -> None:

@@ -1,4 +1,4 @@
-"""fp8 casts of weights, which the microbatches of a step share.
+"""fp8 casts of weights, which the forward and backward passes of a step share.
 
     the pipeline starts        all casts are out of date
     first GEMM with a weight   casts the weight, by rows and by columns, to buffers that never move

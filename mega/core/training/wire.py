@@ -17,7 +17,6 @@ from mega.core.config.resolve import (
     MEASURED_TFLOPS,
     data_parallel,
     gathers_experts,
-    microbatches,
     no_overlap_reason,
     overlap_resumes,
     overlaps_exchanges,
@@ -76,7 +75,7 @@ def build_state(run: RunConfig, mesh: Mesh, device: Device, overlapped: bool | N
         offload=run.optimizer.optimizer_offload,
         decays_all=run.optimizer.decay_all,
     )
-    casts = WeightCasts(stages if shares_casts(run, microbatches(run, mesh.world)) else ())
+    casts = WeightCasts(stages if shares_casts(run) else ())
     pipeline = Pipeline(stages, mesh, device.torch, casts)
     if device.is_cuda and records_graph(run, mesh.world):
         pipeline = ReplayedPipeline(stages, mesh, device.torch, stages[0].region.transport, casts=casts)
