@@ -504,9 +504,7 @@ def peak(found: trace.Trace, way: str) -> int:
     return most
 
 
-def frugal_cast(
-    x: torch.Tensor, dtype: torch.dtype, *, rows: bool = False, columns: bool = False, into: Cast | None = None
-) -> Cast:
+def frugal_cast(x: torch.Tensor, dtype: torch.dtype, *, rows: bool = False, columns: bool = False, **_: object) -> Cast:
     """What a kernel's cast leaves, in nobody's numbers."""
     tall, wide = x.shape
     as_it_lies = torch.empty(tall, wide, dtype=dtype) if rows else None
@@ -539,8 +537,8 @@ def test_what_fp8_kernels_take_besides(ins: int, outs: int) -> None:
             matmuls.accumulate_wgrad(main_grad, prepared, x)
         del y, prepared, to_input
         sizes.append((forward.peak, backward.peak))
-    # Three tensors of facts besides, of 32 bytes each.
-    assert all(0 <= kernels - frugal <= 96 for frugal, kernels in zip(*sizes, strict=True))
+    # Besides, three inverses, and the largest magnitudes of the tensor that is cast.
+    assert all(0 <= kernels - frugal <= 4 * (3 + fp8.MAXIMA) for frugal, kernels in zip(*sizes, strict=True))
 
 
 def test_what_fp8_block_kernels_take_besides() -> None:

@@ -4,7 +4,7 @@ implementations. Ops do not call collectives.
 norm, activation, dropout, cross_entropy, rotary, sinusoid, heads, matmuls, total, square_sum   the ops of training
 attention, mask, partial_attention   attention, its masks, and attention in blocks; cudnn: sliding-window attention
 operand, cublaslt                    the input of GEMMs, and GEMMs that apply GELU and its slope
-cublaslt_fp8                         wgrad GEMMs in fp8 that add to main_grad
+cublaslt_fp8, fused_casts            wgrad GEMMs in fp8 that add to main_grad, and casts fused with the op before them
 routing, grouped, rows               the choice of experts, grouped GEMMs for experts, and sums of rows
 fp8, fp8_blocks, block_scales, recompute   GEMMs in 8 bits, and activation recomputation
 few_rows, few_experts, paged_attention, kept_keys, fp8_weights   the ops of inference

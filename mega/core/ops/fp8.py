@@ -22,6 +22,7 @@ from typing import Generic, NamedTuple, TypeVar
 
 import torch
 
+from mega.core.ops.fused_casts import FusedCasts, largest_of, prepared
 from mega.core.ops.matmuls import Factor, Matmuls
 from mega.core.ops.operand import Input, Operand
 
@@ -53,18 +54,25 @@ class Cast(NamedTuple):
 
 
 def cast(
-    x: torch.Tensor, dtype: torch.dtype, *, rows: bool = False, columns: bool = False, into: Cast | None = None
+    x: torch.Tensor,
+    dtype: torch.dtype,
+    *,
+    rows: bool = False,
+    columns: bool = False,
+    into: Cast | None = None,
+    largest: torch.Tensor | None = None,
 ) -> Cast:
     """Cast x [r, c] to an fp8 `dtype`, as `rows`, transposed as `columns`, or both. Non-finite numbers become NaN.
 
-    into: an earlier cast with the same forms of a tensor of the same shape, to be overwritten and returned.
+    into: an earlier cast with the same forms of a tensor of the same shape, to be overwritten and returned. largest:
+    the result of `largest_of` for x.
 
     >>> x = torch.tensor([[1.0, -2.0]])
     >>> found = cast(x, torch.float8_e4m3fn, rows=True)
     >>> found.rows.tolist(), round(found.inverse.item() * 448, 6)
     ([[224.0, -448.0]], 2.0)
     """
-    largest = x.abs().amax().float().clamp(min=TINY)
+    largest = (x.abs().amax().float() if largest is None else largest.amax()).clamp(min=TINY)
     narrow = (x.float() * (LIMITS[dtype] / largest)).to(dtype)
     result = Cast(narrow if rows else None, narrow.t().contiguous() if columns else None, largest / LIMITS[dtype])
     if into is None:
@@ -116,6 +124,7 @@ class NarrowMatmuls(Matmuls, Generic[AnyCast]):
     inputs, so a copy in fp8 would need additional memory."""
     accumulate: Callable[..., bool] | None = None
     """Function that computes wgrad in place, `cublaslt_fp8.accumulate`, or None."""
+    fused: FusedCasts | None = None
 
     def exact(self) -> Matmuls:
         return self.wide
@@ -181,7 +190,7 @@ class Fp8Matmuls(NarrowMatmuls[Cast]):
     def operands(self, x: torch.Tensor) -> tuple[Operand, Operand] | None:
         if not self.saves_narrow:
             return None
-        cast = self.cast(x.detach(), FORWARD, rows=True, columns=True)
+        cast = self._cast_input(x, rows=True, columns=True)
         return cast.by_rows, cast.by_columns
 
     def forward(
@@ -193,12 +202,15 @@ class Fp8Matmuls(NarrowMatmuls[Cast]):
         out: torch.Tensor | None = None,
     ) -> torch.Tensor:
         assert out is None, "--fp8 excludes --tp-overlap"
-        a = x if isinstance(x, Operand) else self.cast(x.detach(), FORWARD, rows=True).by_rows
+        a = x if isinstance(x, Operand) else self._cast_input(x, rows=True).by_rows
         b = self._weight(weight, rows=True)
         return self.multiply(a.narrow, b.rows, a.inverse, b.inverse, weight.dtype, bias, fast=True)
 
     def prepare(self, grad: torch.Tensor) -> Cast:
-        return self.cast(grad, BACKWARD, rows=True, columns=True)
+        fused = prepared(grad)
+        if isinstance(fused, Cast):
+            return fused
+        return self.cast(grad, BACKWARD, rows=True, columns=True, largest=largest_of(grad))
 
     def dgrad(self, grad: Cast, weight: torch.Tensor, *, out: torch.Tensor | None = None) -> torch.Tensor:
         assert out is None, "--fp8 excludes --tp-overlap"
@@ -210,8 +222,11 @@ class Fp8Matmuls(NarrowMatmuls[Cast]):
     ) -> Cast:
         return self.cast(weight.detach(), FORWARD, rows=rows, columns=columns, into=into)
 
+    def _cast_input(self, x: torch.Tensor, **forms: bool) -> Cast:
+        return self.cast(x.detach(), FORWARD, **forms, largest=largest_of(x))
+
     def _factors(self, grad: Cast, x: Input) -> tuple[Operand, Operand]:
-        b = x if isinstance(x, Operand) else self.cast(x.detach(), FORWARD, columns=True).by_columns
+        b = x if isinstance(x, Operand) else self._cast_input(x, columns=True).by_columns
         return grad.by_columns, b
 
     def _gemm(self, a: Operand, b: Operand, dtype: torch.dtype) -> torch.Tensor:

@@ -21,6 +21,7 @@ import torch
 from mega.core.config.sections import FP8_BLOCK
 from mega.core.ops.block_scales import WEIGHT_BLOCK, dequantise, quantise
 from mega.core.ops.fp8 import NarrowMatmuls, overwrite
+from mega.core.ops.fused_casts import prepared
 from mega.core.ops.operand import Input, Operand
 
 ROW_BLOCK = (1, FP8_BLOCK)
@@ -108,7 +109,8 @@ class BlockMatmuls(NarrowMatmuls[BlockCast]):
         return self.multiply(a, self._weight(weight, rows=True).rows, weight.dtype, bias)
 
     def prepare(self, grad: torch.Tensor) -> BlockCast:
-        return self.cast_rows(grad, rows=True, columns=True)
+        fused = prepared(grad)
+        return fused if isinstance(fused, BlockCast) else self.cast_rows(grad, rows=True, columns=True)
 
     def dgrad(self, grad: BlockCast, weight: torch.Tensor, *, out: torch.Tensor | None = None) -> torch.Tensor:
         assert out is None, "--fp8 excludes --tp-overlap"

@@ -21,6 +21,7 @@ from torch.nn import functional as F
 
 from mega.core.ops import cublaslt, observe
 from mega.core.ops.activation import activate
+from mega.core.ops.fused_casts import FusedCasts
 from mega.core.ops.operand import Input, Operand
 
 
@@ -37,6 +38,8 @@ class Matmuls:
     """The GEMMs of a linear layer in plain torch. words: description of the implementation for messages."""
 
     words = "plain torch"
+    fused: FusedCasts | None = None
+    """Kernels that compute gradients and cast them for these GEMMs, or None."""
 
     def exact(self) -> Matmuls:
         """Return the GEMMs for layers in which fp8 would cost too much accuracy, such as the head."""

@@ -130,6 +130,8 @@ def choose(
         return ops
     kind, kernels, on_device = _FP8[fp8]
     fast = kernels() if ops.name == "triton" and (shapes or on_device(device)) else {}
+    if fast and fp8 == "tensor" and package is None:  # the casts then need not compute largest magnitudes
+        ops = replace(ops, add_norm=partial(ops.add_norm, measures=True), activate=partial(ops.activate, measures=True))
     return replace(ops, matmuls=kind(ops.matmuls, saves_narrow=not recompute, **fast))
 
 
@@ -225,24 +227,30 @@ def _fp8_weights_kernel() -> Callable[..., torch.Tensor]:
     return fp8_weights.multiply
 
 
-_Kernels = Mapping[str, Callable[..., object]]
+_Kernels = Mapping[str, object]
 """Name of a field of `Matmuls` -> the field's fast implementation."""
 
 
 def _fp8_kernels() -> _Kernels:
-    from mega.core.ops.kernels import fp8
+    from mega.core.ops.kernels import fp8, fused_casts
 
-    return {"cast": fp8.cast, "multiply": fp8.multiply, "accumulate": cublaslt_fp8.accumulate}
+    return {
+        "cast": fp8.cast,
+        "multiply": fp8.multiply,
+        "accumulate": cublaslt_fp8.accumulate,
+        "fused": fused_casts.TENSOR,
+    }
 
 
 def _fp8_block_kernels() -> _Kernels:
-    from mega.core.ops.kernels import fp8_blocks
+    from mega.core.ops.kernels import fp8_blocks, fused_casts
 
     return {
         "cast_rows": fp8_blocks.cast_rows,
         "cast_blocks": fp8_blocks.cast_blocks,
         "multiply": fp8_blocks.multiply,
         "accumulate": cublaslt_fp8.accumulate,
+        "fused": fused_casts.BLOCKS,
     }
 
 

@@ -28,6 +28,7 @@ from torch import nn
 from mega.core.architecture import Tensor
 from mega.core.ops.autograd import Activation, FunctionContext, Slope, keep, kept
 from mega.core.ops.dropout import Dropout, of_columns
+from mega.core.ops.fused_casts import accepting
 from mega.core.ops.operand import Input
 from mega.core.parallel.collectives import (
     all_gather,
@@ -211,7 +212,8 @@ def column_matmul(
     """
     if not region.sequence and not torch.is_grad_enabled():  # skip autograd, which costs host time
         return _forward(gemms, x, gemms.cast(x.dtype), bias, drop, activation)[0]
-    return _ColumnMatmul.apply(x, gemms, bias, region, drop, activation, *gemms.weights)  # type: ignore[no-any-return, no-untyped-call]
+    y = _ColumnMatmul.apply(x, gemms, bias, region, drop, activation, *gemms.weights)  # type: ignore[no-untyped-call]
+    return accepting(y, gemms.weights[0].ops.matmuls.fused if gemms.plain and activation is None else None)
 
 
 class ColumnLinear(nn.Module):

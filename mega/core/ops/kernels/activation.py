@@ -6,6 +6,8 @@ import torch
 
 from mega.core.ops.activation import GATED
 from mega.core.ops.autograd import FunctionContext
+from mega.core.ops.fused_casts import FusedCasts, gradient_casts, stand_in, with_largest
+from mega.core.ops.kernels.fp8 import MAXIMA, new_largest, update_largest
 from mega.core.ops.kernels.language import cdiv, jit, launch, tl
 from mega.core.ops.kernels.sums import deliver_sums
 
@@ -140,13 +142,30 @@ def _row_and_columns(width, BLOCK: tl.constexpr):
 
 
 @jit
-def _gate_forward(x_at, y_at, width, KIND: tl.constexpr, BLOCK: tl.constexpr):
+def _gate_forward(
+    x_at, y_at, largest_at, width, KIND: tl.constexpr, BLOCK: tl.constexpr, MEASURES: tl.constexpr, MAXIMA: tl.constexpr
+):
     row, column = _row_and_columns(width, BLOCK)
     mask = column < width
     gate = tl.load(x_at + row * 2 * width + column, mask, 0.0).to(tl.float32)
     up = tl.load(x_at + row * 2 * width + width + column, mask, 0.0).to(tl.float32)
-    y = value(gate, KIND) * up
-    tl.store(y_at + row * width + column, y.to(y_at.dtype.element_ty), mask)
+    y = (value(gate, KIND) * up).to(y_at.dtype.element_ty)
+    tl.store(y_at + row * width + column, y, mask)
+    if MEASURES:
+        update_largest(largest_at, tl.abs(y.to(tl.float32)), tl.program_id(0), MAXIMA)
+
+
+@jit
+def gate_gradients(gate, up, grad, KIND: tl.constexpr):
+    """Return the gradients of gate and up, for the gradient of the gated activation."""
+    if KIND == 3:  # this order of operations keeps results bitwise identical to those of earlier versions
+        s = tl.sigmoid(gate)
+        grad_gate = grad * up * s * (1.0 + gate * (1.0 - s))
+        grad_up = grad * gate * s
+    else:
+        grad_gate = grad * up * _slope(gate, KIND)
+        grad_up = grad * value(gate, KIND)
+    return grad_gate, grad_up
 
 
 @jit
@@ -157,13 +176,7 @@ def _gate_backward(x_at, grad_at, out_at, width, KIND: tl.constexpr, BLOCK: tl.c
     gate = tl.load(x_at + offset, mask, 0.0).to(tl.float32)
     up = tl.load(x_at + offset + width, mask, 0.0).to(tl.float32)
     grad = tl.load(grad_at + row * width + column, mask, 0.0).to(tl.float32)
-    if KIND == 3:  # this order of operations keeps results bitwise identical to those of earlier versions
-        s = tl.sigmoid(gate)
-        grad_gate = grad * up * s * (1.0 + gate * (1.0 - s))
-        grad_up = grad * gate * s
-    else:
-        grad_gate = grad * up * _slope(gate, KIND)
-        grad_up = grad * value(gate, KIND)
+    grad_gate, grad_up = gate_gradients(gate, up, grad, KIND)
     tl.store(out_at + offset, grad_gate.to(out_at.dtype.element_ty), mask)
     tl.store(out_at + offset + width, grad_up.to(out_at.dtype.element_ty), mask)
 
@@ -171,28 +184,40 @@ def _gate_backward(x_at, grad_at, out_at, width, KIND: tl.constexpr, BLOCK: tl.c
 BLOCK = 1024
 
 
-def _gated(x: torch.Tensor, kind: int) -> torch.Tensor:
+def _gated(x: torch.Tensor, kind: int, measures: bool) -> torch.Tensor:
     rows, width = x.shape[0], x.shape[1] // 2
     y = x.new_empty(rows, width)
-    launch(_gate_forward, (cdiv(width, BLOCK) * rows,), x, y, width, KIND=kind, BLOCK=BLOCK)
-    return y
+    largest = new_largest(x.device) if measures else None
+    launch(
+        _gate_forward, (cdiv(width, BLOCK) * rows,), x, y, largest, width,
+        KIND=kind, BLOCK=BLOCK, MEASURES=measures, MAXIMA=MAXIMA,
+    )  # fmt: skip
+    return y if largest is None else with_largest(y, largest)
 
 
 class _Gate(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: FunctionContext[int], x: torch.Tensor, kind: int) -> torch.Tensor:
-        ctx.save_for_backward(x)
-        ctx.state = kind
-        return _gated(x, kind)
+    """The gated activation. With --fp8, the linear layer before it may take its gradient in fp8."""
 
     @staticmethod
-    def backward(ctx: FunctionContext[int], grad: torch.Tensor) -> tuple[torch.Tensor, None]:
-        (x,) = ctx.saved_tensors
+    def forward(
+        ctx: FunctionContext[tuple[int, FusedCasts | None]], x: torch.Tensor, kind: int, measures: bool
+    ) -> torch.Tensor:
+        ctx.save_for_backward(x)
+        ctx.state = kind, gradient_casts(x)
+        return _gated(x, kind, measures)
+
+    @staticmethod
+    def backward(
+        ctx: FunctionContext[tuple[int, FusedCasts | None]], grad: torch.Tensor
+    ) -> tuple[torch.Tensor, None, None]:
+        (x,), (kind, casts) = ctx.saved_tensors, ctx.state
+        if casts is not None and casts.gate_gradient is not None:
+            return stand_in(tuple(x.shape), x, casts.gate_gradient(x, grad.contiguous(), kind)), None, None
         rows, width = x.shape[0], x.shape[1] // 2
         out = torch.empty_like(x)
         grid = (cdiv(width, BLOCK) * rows,)
-        launch(_gate_backward, grid, x, grad.contiguous(), out, width, KIND=ctx.state, BLOCK=BLOCK)
-        return out, None
+        launch(_gate_backward, grid, x, grad.contiguous(), out, width, KIND=kind, BLOCK=BLOCK)
+        return out, None, None
 
 
 @jit
@@ -262,11 +287,12 @@ def activate_weighted(x: torch.Tensor, weights: torch.Tensor, kind: str) -> torc
     return _Weighted.apply(x, weights, gate)  # type: ignore[no-any-return]
 
 
-def activate(x: torch.Tensor, bias: torch.Tensor | None, kind: str) -> torch.Tensor:
-    """Implement `ops.activation.activate`."""
+def activate(x: torch.Tensor, bias: torch.Tensor | None, kind: str, *, measures: bool = False) -> torch.Tensor:
+    """Implement `ops.activation.activate`. measures: whether to attach the largest magnitude to the result of a gated
+    activation."""
     # Without gradients, skip autograd, whose overhead exceeds that of a launch.
     x, grad = x.contiguous(), torch.is_grad_enabled()
     if kind in GATED:
         x, gate = x if bias is None else x + bias, KINDS[GATED[kind]]
-        return _Gate.apply(x, gate) if grad else _gated(x, gate)  # type: ignore[no-any-return]
+        return _Gate.apply(x, gate, measures) if grad else _gated(x, gate, measures)  # type: ignore[no-any-return]
     return _Activate.apply(x, bias, KINDS[kind]) if grad else _activated(x, bias, KINDS[kind])  # type: ignore[no-any-return]

@@ -12,12 +12,15 @@ from operator import mul
 import torch
 
 from mega.core.ops.autograd import FunctionContext
+from mega.core.ops.fused_casts import FusedCasts, gradient_casts, stand_in
 from mega.core.ops.heads import Rotary
 from mega.core.ops.kernels.language import cdiv, jit, launch, next_power_of_2, tl
 from mega.core.ops.kernels.sums import bias_gradient, deliver_sums
 
 TOKENS = 32
 """Number of tokens per program."""
+HEADS = 4
+"""Maximum number of heads that a program rotates, for which it reads cosines and sines once."""
 SUMMED = 128
 """Number of tokens per program and per partial sum if the gradient of the bias is computed."""
 
@@ -25,7 +28,7 @@ SUMMED = 128
 @jit
 def _turn(
     x_at, cos_at, sin_at, tokens, stride, WIDTH: tl.constexpr, HALF: tl.constexpr, HALF_BLOCK: tl.constexpr,
-    TOKENS: tl.constexpr,
+    TOKENS: tl.constexpr, HEADS: tl.constexpr,
 ):  # fmt: skip
     token = tl.program_id(0) * TOKENS + tl.arange(0, TOKENS)
     part = tl.arange(0, HALF_BLOCK)
@@ -33,11 +36,13 @@ def _turn(
     angle = token[:, None] * HALF + part[None, :]
     cos = tl.load(cos_at + angle, mask, 0.0)
     sin = tl.load(sin_at + angle, mask, 0.0)
-    offset = x_at + token.to(tl.int64)[:, None] * stride + tl.program_id(1) * WIDTH + part[None, :]
-    first = tl.load(offset, mask, 0.0).to(tl.float32)
-    second = tl.load(offset + HALF, mask, 0.0).to(tl.float32)
-    tl.store(offset, (first * cos - second * sin).to(x_at.dtype.element_ty), mask)
-    tl.store(offset + HALF, (second * cos + first * sin).to(x_at.dtype.element_ty), mask)
+    for number in range(HEADS):
+        head = tl.program_id(1) * HEADS + number
+        offset = x_at + token.to(tl.int64)[:, None] * stride + head * WIDTH + part[None, :]
+        first = tl.load(offset, mask, 0.0).to(tl.float32)
+        second = tl.load(offset + HALF, mask, 0.0).to(tl.float32)
+        tl.store(offset, (first * cos - second * sin).to(x_at.dtype.element_ty), mask)
+        tl.store(offset + HALF, (second * cos + first * sin).to(x_at.dtype.element_ty), mask)
 
 
 @jit
@@ -100,11 +105,12 @@ def _split(
     tokens, stride = fused.shape
     width = stride // (heads + 2 * kv_heads)
     if cos is not None:
-        half = cos.shape[1]
+        half, turned = cos.shape[1], heads + kv_heads
+        shared = HEADS if turned % HEADS == 0 else 1
         launch(
-            _turn, (cdiv(tokens, TOKENS), heads + kv_heads),
+            _turn, (cdiv(tokens, TOKENS), turned // shared),
             fused, cos, sin, tokens, stride,
-            WIDTH=width, HALF=half, HALF_BLOCK=next_power_of_2(half), TOKENS=TOKENS,
+            WIDTH=width, HALF=half, HALF_BLOCK=next_power_of_2(half), TOKENS=TOKENS, HEADS=shared,
         )  # fmt: skip
     q, k, v = fused.view(tokens, -1, width).split_with_sizes([heads, kv_heads, kv_heads], 1)
     return q, k, v
@@ -137,8 +143,8 @@ def joined(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor | 
     return q.as_strided(shape, stride)
 
 
-_SplitState = tuple[torch.Tensor | None, int, int, int]
-"""State for the backward pass: (bias, number of tokens, stride of a token, width of a head)."""
+_SplitState = tuple[torch.Tensor | None, int, int, int, FusedCasts | None]
+"""State for the backward pass: (bias, number of tokens, stride of a token, width of a head, casts of the gradient)."""
 
 
 class _SplitHeads(torch.autograd.Function):
@@ -154,23 +160,27 @@ class _SplitHeads(torch.autograd.Function):
     ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
         tokens, stride = fused.shape
         ctx.save_for_backward(cos, sin)
-        ctx.state = bias, tokens, stride, stride // (heads + 2 * kv_heads)
+        ctx.state = bias, tokens, stride, stride // (heads + 2 * kv_heads), gradient_casts(fused)
         return _split(fused.detach(), heads, kv_heads, cos, sin)
 
     @staticmethod
     def backward(ctx: FunctionContext[_SplitState], *grads: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
         cos, sin = ctx.saved_tensors
-        bias, tokens, stride, width = ctx.state
+        bias, tokens, stride, width, casts = ctx.state
         # With rotary positions, the gradients are always copied, because rotating them in place would also change the
         # tensors that autograd may have given to hooks and other ops.
         if cos is None and (whole := joined(*grads)) is not None:
             out = whole.flatten(1)
             return out, None if bias is None else bias_gradient(bias, out), None, None, None, None
+        grads = tuple(grad if grad.stride(2) == 1 else grad.contiguous() for grad in grads)
+        if casts is not None and cos is not None and bias is None:
+            cast = casts.heads_gradient(grads[0], grads[1], grads[2], cos, sin)
+            if cast is not None:
+                return stand_in((tokens, stride), grads[0], cast), None, None, None, None, None
         block = TOKENS if bias is None else SUMMED
         parts = cdiv(tokens, block)
         sums = None if bias is None else torch.empty(1, parts, stride, dtype=torch.float32, device=grads[0].device)
         out = torch.empty(tokens, stride, dtype=grads[0].dtype, device=grads[0].device)
-        grads = tuple(grad if grad.stride(2) == 1 else grad.contiguous() for grad in grads)
         first = 0
         for group, half in ((grads, 0),) if cos is None else ((grads[:2], cos.shape[1]), (grads[2:], 0)):
             tensors = (*group, *group[-1:] * (3 - len(group)))

@@ -14,7 +14,9 @@ from mega.core.ops import norm
 from mega.core.ops.autograd import FunctionContext
 from mega.core.ops.counter import RULE
 from mega.core.ops.dropout import Dropout
+from mega.core.ops.fused_casts import with_largest
 from mega.core.ops.kernels.dropout import dropped, values_of
+from mega.core.ops.kernels.fp8 import MAXIMA, new_largest, update_largest
 from mega.core.ops.kernels.language import jit, launch, next_power_of_2, tl
 from mega.core.ops.kernels.sums import deliver_sums
 
@@ -24,12 +26,13 @@ STAGES = 3
 
 @jit
 def _norm_forward(
-    x_at, branch_at, branch_bias_at, weight_at, bias_at, sum_at, normed_at, mean_at, rstd_at, drop, width, eps,
+    x_at, branch_at, branch_bias_at, weight_at, bias_at, sum_at, normed_at, mean_at, rstd_at, largest_at, drop, width,
+    eps,
     BRANCH: tl.constexpr, BRANCH_BIAS: tl.constexpr, CENTRED: tl.constexpr, DROP: tl.constexpr, BLOCK: tl.constexpr,
-    KEPT: tl.constexpr, OFFSET: tl.constexpr,
+    KEPT: tl.constexpr, OFFSET: tl.constexpr, MEASURES: tl.constexpr, MAXIMA: tl.constexpr,
 ):  # fmt: skip
     """Add the branch and normalise one row. KEPT: whether to store mean and rstd for the backward pass. OFFSET: whether
-    the factor is weight + 1."""
+    the factor is weight + 1. MEASURES: whether to update the largest magnitude of the normalised rows."""
     row = tl.program_id(0).to(tl.int64)
     offset = tl.arange(0, BLOCK)
     mask = offset < width
@@ -59,25 +62,26 @@ def _norm_forward(
     y = x * rstd * weight
     if CENTRED:
         y += tl.load(bias_at + offset, mask, 0.0).to(tl.float32)
-    tl.store(normed_at + row * width + offset, y.to(normed_at.dtype.element_ty), mask)
+    y = y.to(normed_at.dtype.element_ty)
+    tl.store(normed_at + row * width + offset, y, mask)
+    if MEASURES:
+        update_largest(largest_at, tl.where(mask, tl.abs(y.to(tl.float32)), 0.0), tl.program_id(0), MAXIMA)
 
 
 @jit
 def _norm_backward(
-    x_at, weight_at, mean_at, rstd_at, grad_sum_at, grad_normed_at, grad_at, grad_branch_at, sums_at, drop, rows, width,
-    programs,
+    x_at, weight_at, mean_at, rstd_at, grad_sum_at, grad_normed_at, grad_at, grad_branch_at, sums_at, largest_at, drop,
+    rows, width, programs,
     RESIDUAL: tl.constexpr, BRANCH_BIAS: tl.constexpr, CENTRED: tl.constexpr, DROP: tl.constexpr, BLOCK: tl.constexpr,
-    STAGES: tl.constexpr, OFFSET: tl.constexpr,
+    STAGES: tl.constexpr, OFFSET: tl.constexpr, MEASURES: tl.constexpr, MAXIMA: tl.constexpr,
 ):  # fmt: skip
-    program = tl.program_id(0)
-    offset = tl.arange(0, BLOCK)
+    program, offset = tl.program_id(0), tl.arange(0, BLOCK)
     mask = offset < width
     weight = tl.load(weight_at + offset, mask, 0.0).to(tl.float32)
     if OFFSET:
         weight += 1.0
-    grad_weight = tl.zeros([BLOCK], tl.float32)
-    grad_bias = tl.zeros([BLOCK], tl.float32)
-    grad_branch = tl.zeros([BLOCK], tl.float32)
+    grad_weight, grad_bias = tl.zeros([BLOCK], tl.float32), tl.zeros([BLOCK], tl.float32)
+    grad_branch, top = tl.zeros([BLOCK], tl.float32), tl.zeros([BLOCK], tl.float32)
     # Each program handles a fixed set of rows in a fixed order, so the sums do not depend on scheduling.
     for number in tl.range(program, rows, programs, num_stages=STAGES):
         row = tl.cast(number, tl.int64)
@@ -100,8 +104,13 @@ def _norm_backward(
         if DROP:
             dx = dropped(dx, drop, row, offset)
             tl.store(grad_branch_at + row * width + offset, dx.to(grad_branch_at.dtype.element_ty), mask)
+        if MEASURES:
+            top = tl.maximum(top, tl.abs(dx))
         if BRANCH_BIAS:
             grad_branch += tl.where(mask, dx, 0.0)
+    if MEASURES:  # rounding is monotonic, so the largest magnitude may be rounded instead of all magnitudes
+        top = tl.where(mask, top.to(grad_branch_at.dtype.element_ty).to(tl.float32), 0.0)
+        update_largest(largest_at, top, program, MAXIMA)
     part = sums_at + program * width + offset
     tl.store(part, grad_weight, mask)
     if CENTRED:
@@ -126,6 +135,7 @@ def _forward(
     bias: torch.Tensor | None,
     eps: float,
     offset: bool,
+    measures: bool,
     mean: torch.Tensor | None = None,
     rstd: torch.Tensor | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor]:
@@ -134,19 +144,23 @@ def _forward(
     width = x.shape[-1]
     total = x if branch is None else torch.empty_like(x)
     normed = torch.empty_like(x, dtype=weight.dtype)
+    largest = new_largest(x.device) if measures else None
     block, warps = _shape(width)
     launch(
         _norm_forward, (x.numel() // width,),
-        x, branch, branch_bias, weight, bias, total, normed, mean, rstd, values_of(drop), width, eps,
+        x, branch, branch_bias, weight, bias, total, normed, mean, rstd, largest, values_of(drop), width, eps,
         BRANCH=branch is not None, BRANCH_BIAS=branch_bias is not None, CENTRED=bias is not None,
-        DROP=drop is not None, BLOCK=block, KEPT=rstd is not None, OFFSET=offset, num_warps=warps,
+        DROP=drop is not None, BLOCK=block, KEPT=rstd is not None, OFFSET=offset, MEASURES=measures, MAXIMA=MAXIMA,
+        num_warps=warps,
     )  # fmt: skip
-    return total, normed
+    return total, normed if largest is None else with_largest(normed, largest)
 
 
-_NormState = tuple[torch.Tensor, torch.Tensor | None, torch.Tensor | None, Dropout | None, torch.dtype | None, bool]
+_NormState = tuple[
+    torch.Tensor, torch.Tensor | None, torch.Tensor | None, Dropout | None, torch.dtype | None, bool, bool
+]
 """State for the backward pass: (weight, bias, the branch's bias, dropout, the branch's dtype, whether the factor is
-weight + 1)."""
+weight + 1, whether to measure the branch's gradient)."""
 
 
 class _AddNorm(torch.autograd.Function):
@@ -161,12 +175,13 @@ class _AddNorm(torch.autograd.Function):
         bias: torch.Tensor | None,
         eps: float,
         offset: bool,
+        measures: bool,
     ) -> tuple[torch.Tensor, torch.Tensor]:
         mean, rstd = torch.empty(2, x.numel() // x.shape[-1], dtype=torch.float32, device=x.device)
-        total, normed = _forward(x, branch, branch_bias, drop, weight, bias, eps, offset, mean, rstd)
+        total, normed = _forward(x, branch, branch_bias, drop, weight, bias, eps, offset, measures, mean, rstd)
         ctx.set_materialize_grads(False)
         ctx.save_for_backward(total, mean, rstd)
-        ctx.state = weight, bias, branch_bias, drop, None if branch is None else branch.dtype, offset
+        ctx.state = weight, bias, branch_bias, drop, None if branch is None else branch.dtype, offset, measures
         return total, normed
 
     @staticmethod
@@ -174,7 +189,7 @@ class _AddNorm(torch.autograd.Function):
         ctx: FunctionContext[_NormState], grad_sum: torch.Tensor | None, grad_normed: torch.Tensor | None
     ) -> tuple[torch.Tensor | None, ...]:
         x, mean, rstd = ctx.saved_tensors
-        weight, bias, branch_bias, drop, branch_dtype, offset = ctx.state
+        weight, bias, branch_bias, drop, branch_dtype, offset, measures = ctx.state
         assert grad_normed is not None, "the norm itself is always used"
         width = x.shape[-1]
         rows = x.numel() // width
@@ -183,16 +198,20 @@ class _AddNorm(torch.autograd.Function):
         grad, grad_branch = torch.empty_like(x), None
         if branch_dtype is not None:
             grad_branch = torch.empty_like(x, dtype=branch_dtype) if drop is not None else grad
+        largest = new_largest(x.device) if measures and grad_branch is not None else None
         sums = torch.empty(3, programs, width, dtype=torch.float32, device=x.device)
         launch(
             _norm_backward, (programs,),
             x, weight, mean, rstd, None if grad_sum is None else grad_sum.contiguous(), grad_normed.contiguous(),
-            grad, grad_branch, sums, values_of(drop), rows, width, programs,
+            grad, grad_branch, sums, largest, values_of(drop), rows, width, programs,
             RESIDUAL=grad_sum is not None, BRANCH_BIAS=branch_bias is not None, CENTRED=bias is not None,
-            DROP=drop is not None, BLOCK=block, STAGES=STAGES, OFFSET=offset, num_warps=warps,
+            DROP=drop is not None, BLOCK=block, STAGES=STAGES, OFFSET=offset, MEASURES=largest is not None,
+            MAXIMA=MAXIMA, num_warps=warps,
         )  # fmt: skip
+        if largest is not None and grad_branch is not None:
+            with_largest(grad_branch, largest)
         grad_weight, grad_bias, grad_branch_bias = deliver_sums((weight, bias, branch_bias), sums)
-        return grad, grad_branch, grad_branch_bias, None, grad_weight, grad_bias, None, None
+        return grad, grad_branch, grad_branch_bias, None, grad_weight, grad_bias, None, None, None
 
 
 def add_norm(
@@ -204,12 +223,15 @@ def add_norm(
     bias: torch.Tensor | None,
     eps: float,
     form: norm.NormForm = norm.USUAL,
+    *,
+    measures: bool = False,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Implement `ops.norm.add_norm`. The sum is rounded only once, whereas plain torch rounds after each addition. The
-    norm is also rounded only once, in every variant."""
+    norm is also rounded only once, in every variant. measures: whether to attach their largest magnitudes to the norm
+    and to the gradient of the branch."""
     if drop is not None and drop.rule != RULE:
         x, branch, branch_bias, drop = norm.added(x, branch, branch_bias, drop), None, None, None
     x = x.contiguous()
     if not torch.is_grad_enabled():  # skip autograd, whose overhead exceeds that of a launch
-        return _forward(x, branch, branch_bias, drop, weight, bias, eps, form.offset)
-    return _AddNorm.apply(x, branch, branch_bias, drop, weight, bias, eps, form.offset)  # type: ignore[no-any-return]
+        return _forward(x, branch, branch_bias, drop, weight, bias, eps, form.offset, measures)
+    return _AddNorm.apply(x, branch, branch_bias, drop, weight, bias, eps, form.offset, measures)  # type: ignore[no-any-return]
