@@ -10,6 +10,8 @@ from typing import Any
 
 import pytest
 
+from mega.core.checkpoint.forms import chat_files
+from mega.core.checkpoint.forms.form import SpecialTokens
 from mega.core.text.build import build
 from mega.core.text.chat.format import ChatFormat
 from mega.core.text.tokenizer import Tokenizer
@@ -92,6 +94,9 @@ def test_a_models_own_tokens_are_variables_of_its_template(tmp_path: Path) -> No
     messages = [{"role": "user", "content": "Hi"}]
     found = ChatFormat(source, ours, "--chat-template t.jinja")
     assert found.text(messages) == "<|im_start|><|eot_id|>Hi<|im_end|>"
+    tokens = SpecialTokens({}, names=ours.named_tokens(), template=source)
+    written = chat_files.tokenizer_config({chat_files.TOKENIZER: tmp_path / chat_files.TOKENIZER}, tokens)
+    assert written == json.loads((tmp_path / chat_files.TOKENIZER).read_text()) | {"chat_template": source}
     assert list(found.prompt(messages)) == theirs.apply_chat_template(messages, chat_template=source)["input_ids"]
 
 

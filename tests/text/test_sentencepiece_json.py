@@ -56,7 +56,16 @@ def models(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
 def texts() -> list[str]:
     """Drawn ones, English and Chinese; without what an export warns of: loose combining marks, names of bytes."""
     drawn = [text for text in fuzz(1500, 8) if not any("\u0300" <= letter < "\u0370" for letter in text)]
-    found = [*drawn, *lines(100), "  two  blanks ", "a<sep>b @@ c", "e\u0301t\u00e9 \u1100\u1161", ""]
+    found = [
+        *drawn,
+        *lines(100),
+        "  two  blanks ",
+        "a<sep>b @@ c",
+        "e\u0301t\u00e9 \u1100\u1161",
+        "",
+        "a\u2581",
+        "b \u2581 ",
+    ]
     return [text for text in found if not any(name in text for name in CONTROLS)]
 
 

@@ -151,7 +151,8 @@ def _normalizer(model: _Model) -> dict[str, Json]:
         steps.append({"type": "NFC"})
         steps.append({"type": "Precompiled", "precompiled_charsmap": base64.b64encode(model.charsmap).decode()})
     if model.squeezes:
-        steps.append({"type": "Replace", "pattern": {"Regex": r"\A +| +\z"}, "content": ""})
+        # at the end, SentencePiece also removes the sign that stands for a space
+        steps.append({"type": "Replace", "pattern": {"Regex": rf"\A +|[ {BLANK}]+\z"}, "content": ""})
         steps.append({"type": "Replace", "pattern": {"Regex": " {2,}"}, "content": " "})
     if model.prefix:
         steps.append({"type": "Prepend", "prepend": BLANK})

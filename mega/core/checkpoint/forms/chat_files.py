@@ -53,12 +53,11 @@ def written_files(
 def tokenizer_config(carried: Mapping[str, Path], tokens: SpecialTokens) -> dict[str, Json]:
     """Return tokenizer_config.json with the template, and with the special tokens that a template may use."""
     config = _carried(carried, TOKENIZER) or dict(tokens.files.get(TOKENIZER, {}))
-    token_names = {key: name for key, name in tokens.names.items() if config.get(key) is None}
-    return {
-        **token_names,
-        **{key: value for key, value in config.items() if value is not None},
-        "chat_template": tokens.template,
-    }
+    others = config.get("extra_special_tokens")
+    known = {key for key in config if config[key] is not None} | set(others if isinstance(others, dict) else ())
+    token_names = {key: name for key, name in tokens.names.items() if key not in known}
+    # A null stays, because it takes away a token that transformers' class would have by default
+    return {**config, **token_names, "chat_template": tokens.template}
 
 
 def _carried(files: Mapping[str, Path], name: str) -> dict[str, Json]:
