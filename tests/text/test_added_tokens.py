@@ -83,6 +83,23 @@ def test_flags_of_the_files(tmp_path: Path, config: dict[str, Any], special: boo
     assert set(ours.special_tokens()) == theirs_special
 
 
+@pytest.mark.parametrize("kind", ["gpt2", "llama"])
+@pytest.mark.parametrize("prefixed", [True, False])
+def test_a_space_before_a_text(tmp_path: Path, kind: str, prefixed: bool) -> None:
+    """add_prefix_space of tokenizer_config.json counts for raw text too, and for decoded text."""
+    pytest.importorskip("transformers")
+    bare = build(tokenizer="HuggingFaceTokenizer", tokenizer_model=changed(tmp_path / "bare", kind))
+    folder = changed(tmp_path / "other", kind, add_prefix_space=prefixed)
+    shutil.copy(tmp_path / "bare" / "tokenizer.json", folder)
+    ours, theirs = opened(folder)
+    for text in ("hello", "a b", "é"):
+        ids = theirs(text)["input_ids"]
+        assert ours.encode(text) == ours.encode_special(text) == ids == ours.encode_batch([text]).ids.tolist()
+        assert ours.decode(ids) == theirs.decode(ids)
+    same = (kind == "llama") is prefixed
+    assert (ours.identity() == bare.identity()) is same and ours.made(bare.identity()) is same
+
+
 def test_a_models_own_tokens_are_variables_of_its_template(tmp_path: Path) -> None:
     pytest.importorskip("jinja2")
     own: dict[str, Any] = {

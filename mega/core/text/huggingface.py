@@ -38,6 +38,9 @@ _BYTE = re.compile("<0x[0-9A-F]{2}>")
 _NEIGHBOURS = (neighbours.CONFIG, neighbours.SPECIAL_MAP)
 _METASPACE = ("LlamaTokenizer", "CodeLlamaTokenizer")
 """Classes in transformers that apply SentencePiece's rules for spaces even to a BPE tokenizer.json."""
+_BYTE_LEVEL = ("GPT2Tokenizer", "Qwen2Tokenizer", "GPTNeoXTokenizer", "CodeGenTokenizer")
+"""Classes in transformers that prepend a space to a text only if tokenizer_config.json says so, whatever tokenizer.json
+says."""
 _STANDS_FOR = [chr(0xFDD8 + number) for number in range(4)]
 """Placeholder characters for tokens, one for each combination of lstrip and rstrip."""
 
@@ -63,6 +66,7 @@ class HuggingFaceTokenizer(Tokenizer):
         files_beside = neighbours.paths(path)
         self._said = neighbours.read(files_beside)
         self._files = {name: files_beside[name] for name in _NEIGHBOURS if name in files_beside}
+        self._prefixed = self._set_prefix()
         self._changed, self._new_ids = self._add_missing()
         if self._new_ids:
             self._files |= files_beside
@@ -70,6 +74,26 @@ class HuggingFaceTokenizer(Tokenizer):
         self.eod = self._named("eos_token", _ENDS)
         self.bos = self._named("bos_token", _STARTS)
         self.pad = self._named("pad_token", ())
+
+    def _set_prefix(self) -> bool | None:
+        """Set whether the library prepends a space to each text, as transformers' class does. Return None if nothing
+        has changed."""
+        from tokenizers import Tokenizer as Library
+
+        if self._said.kind not in _BYTE_LEVEL or self._library.pre_tokenizer is None:
+            return None
+        prefixed = bool(self._said.config.get("add_prefix_space"))
+        rule = json.loads(self._library.pre_tokenizer.__getstate__())
+        steps = [step for step in (rule, *rule.get("pretokenizers", ())) if step.get("type") == "ByteLevel"]
+        if all(step.get("add_prefix_space") is prefixed for step in steps):
+            return None
+        for step in steps:
+            step["add_prefix_space"] = prefixed
+        empty = {"type": "BPE", "vocab": {}, "merges": []}
+        self._library.pre_tokenizer = Library.from_str(
+            json.dumps({"version": "1.0", "model": empty, "pre_tokenizer": rule})
+        ).pre_tokenizer
+        return prefixed
 
     def _add_missing(self) -> tuple[list[AddedToken], int]:
         """Add the tokens of the files next to tokenizer.json, with the flags in these files, as transformers does.
@@ -125,10 +149,15 @@ class HuggingFaceTokenizer(Tokenizer):
     def _ordinary(self) -> Library:
         """The library's tokenizer for raw text. A unigram model recognises special tokens as pieces of a text, so the
         special tokens are renamed in this copy."""
+        from tokenizers import Tokenizer as Library
+
+        if self._metaspace_scheme() == "never":  # tokenizer.json may prepend a space
+            library = Library.from_str(self._parser.to_str())
+            library.encode_special_tokens = True
+            return library
         whole = json.loads(self._library.to_str())
         if whole["model"].get("type") != "Unigram":
             return self._library
-        from tokenizers import Tokenizer as Library
 
         whole["model"]["vocab"] = unreachable(whole["model"]["vocab"], self._special)
         for added_token in whole["added_tokens"]:  # none is left out, because the library numbers them in order
@@ -264,12 +293,17 @@ class HuggingFaceTokenizer(Tokenizer):
             whole["normalizer"] = None
             whole["pre_tokenizer"] = {"type": "Metaspace", "replacement": "\u2581", "split": False}
             whole["pre_tokenizer"]["prepend_scheme"] = scheme
+            if scheme == "never" and isinstance(whole["decoder"], dict):
+                steps = [step for step in whole["decoder"].get("decoders", ()) if step.get("type") != "Strip"]
+                whole["decoder"] |= {"decoders": steps} if steps else {}
             whole["model"] |= {"unk_token": None, "fuse_unk": True, "byte_fallback": True, "ignore_merges": False}
         return Library.from_str(json.dumps(whole))
 
     def as_earlier(self) -> bool:
         """Earlier versions numbered several new tokens in the wrong order, and the added tokens of a unigram model
-        without its special ones."""
+        without its special ones. They did not read add_prefix_space."""
+        if self._prefixed is not None or self._metaspace_scheme() == "never":
+            return False
         after_special = [token for token, added_token in sorted(self._added.items()) if not added_token.special]
         pieces = self._library.get_vocab_size(with_added_tokens=False)
         shifted = any(pieces <= token < last for token in self._special for last in after_special)
@@ -355,6 +389,8 @@ class HuggingFaceTokenizer(Tokenizer):
             changes["added"] = [list(token) for token in self._changed]
         if (scheme := self._metaspace_scheme()) is not None:
             changes["metaspace"] = scheme
+        if self._prefixed is not None:
+            changes["prefix"] = self._prefixed
         return changes
 
     def huggingface_files(self) -> dict[str, dict[str, Json]]:
