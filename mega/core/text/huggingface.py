@@ -39,8 +39,8 @@ _NEIGHBOURS = (neighbours.CONFIG, neighbours.SPECIAL_MAP)
 _METASPACE = ("LlamaTokenizer", "CodeLlamaTokenizer")
 """Classes in transformers that apply SentencePiece's rules for spaces even to a BPE tokenizer.json."""
 _BYTE_LEVEL = ("GPT2Tokenizer", "Qwen2Tokenizer", "GPTNeoXTokenizer", "CodeGenTokenizer")
-"""Classes in transformers that prepend a space to a text only if tokenizer_config.json says so, whatever tokenizer.json
-says."""
+"""Classes in transformers that prepend a space to a text only if tokenizer_config.json has add_prefix_space. They
+ignore the setting in tokenizer.json."""
 _STANDS_FOR = [chr(0xFDD8 + number) for number in range(4)]
 """Placeholder characters for tokens, one for each combination of lstrip and rstrip."""
 
