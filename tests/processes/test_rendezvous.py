@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import queue
 import re
+import signal
 import socket
 import tempfile
 import threading
@@ -13,6 +14,7 @@ from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from datetime import timedelta
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -377,3 +379,51 @@ def test_only_time_outs_are_explained() -> None:
     finally:
         exit_reports.explain_exchanges_by(None)
     assert report_of(late).kind == "trace"
+
+
+def test_a_rank_whose_launcher_has_ended_does_not_wait_for_its_folder(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """torch's FileStore would wait for minutes, without releasing the lock that a thread needs to end the rank."""
+    monkeypatch.setattr(dist, "FileStore", lambda *_: pytest.fail("waits"))
+    monkeypatch.setenv(MEETING_FILE, str(tmp_path / "gone" / "meeting"))
+    with pytest.raises(rendezvous.StoreLost, match="the launcher of this rank has ended"):
+        rendezvous.open_store(World(1, 2, 1, 2, "local"), time.monotonic() + 5)
+
+
+class _Started:
+    """A rank that Ctrl-C interrupts while it starts."""
+
+    def __init__(self, **_: object) -> None:
+        self.pid: int | None = None
+        self.sentinel, self._end = os.pipe()
+        self.ended = False
+
+    def start(self) -> None:
+        signal.raise_signal(signal.SIGINT)
+        self.pid = 1
+
+    def is_alive(self) -> bool:
+        return not self.ended
+
+    def terminate(self) -> None:
+        self.ended = True
+        os.close(self._end)
+
+    def kill(self) -> None: ...
+
+    def join(self) -> None: ...
+
+
+def test_a_rank_that_is_interrupted_while_it_starts_is_ended(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    started: list[_Started] = []
+
+    def process(**values: object) -> _Started:
+        started.append(_Started(**values))
+        return started[-1]
+
+    monkeypatch.setattr(launch, "fork_server", lambda *_: SimpleNamespace(Process=process))
+    environments = [rank_environment(rank, 2, str(tmp_path), "meeting") for rank in range(2)]
+    with pytest.raises(KeyboardInterrupt):
+        launch.run_attempt(environments, print, ())
+    assert [(each.pid, each.ended) for each in started] == [(1, True), (None, False)]

@@ -136,7 +136,8 @@ def run_attempt(
     try:
         for each, process in zip(environments, ranks, strict=True):
             process.name = f"rank {each['RANK']}"
-            process.start()
+            with delayed_signals():  # an interrupt in `start` would lose the pid of a rank that runs
+                process.start()
         return _supervise(ranks, _Endings(prefix, min(patience, PATIENCE)), bell)
     finally:
         with delayed_signals():  # after an interrupt here, multiprocessing would wait for the ranks at exit

@@ -176,6 +176,18 @@ class _Host:
             store.compare_set(f"word/{name}", "", "{}")
 
 
+def _file_store(path: str, size: int) -> dist.Store:
+    """Open the store of a launcher's local ranks. Errors: StoreLost if the launcher has ended and its folder is gone.
+
+    For such a folder, the constructor of `FileStore` would retry for minutes without releasing Python's lock, so that
+    no other thread, such as the one that ends a rank after its launcher, could run."""
+    try:
+        open(path, "ab").close()
+    except FileNotFoundError:
+        raise StoreLost("the launcher of this rank has ended") from None
+    return dist.FileStore(path, size)
+
+
 def open_store(world: World, deadline: float, minutes: float | None = None) -> dist.Store:
     """Open the store that the launcher or rank 0 hosts. minutes: the time limit that the message names if `deadline`
     passes.
@@ -184,7 +196,7 @@ def open_store(world: World, deadline: float, minutes: float | None = None) -> d
     reached.
     """
     if MEETING_FILE in os.environ:
-        return dist.FileStore(os.environ[MEETING_FILE], world.size)
+        return _file_store(os.environ[MEETING_FILE], world.size)
     point_to_first_host(world)
     check_address(world)
     address, port = os.environ["MASTER_ADDR"], os.environ["MASTER_PORT"]
