@@ -325,6 +325,16 @@ def test_adapters_do_not_take_the_place_of_their_base(
     assert locate(here).digest == locate(places[0]).digest
 
 
+@pytest.mark.parametrize("more", [["--resume", "auto"], []], ids=["resume", "mock"])
+def test_adapters_of_random_weights_are_not_saved(
+    more: list[str], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    line = ["pretrain", *SHAPE, *RUN, *LORA, "--steps", "1", *SAVE, str(tmp_path / "new"), *more]
+    assert main(line) == 2
+    assert "--lora-rank 3: needs --load, the weights that adapters are added to" in capsys.readouterr().err
+    assert not (tmp_path / "new").exists()
+
+
 @pytest.mark.parametrize("places", ["llama"], indirect=True)
 def test_a_chain_of_finetunings_has_one_base(places: tuple[Path, Path], tmp_path: Path) -> None:
     _, tuned = places

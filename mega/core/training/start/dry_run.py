@@ -62,8 +62,6 @@ def dry_run(inputs: Inputs, world: int) -> None:
         report(overlap_note(run, overlaps, overlapped, no_overlap_reason(run)))
     for note in inputs.notes:
         report(note)
-    if run.model.lora_rank and run.checkpoint.load is None and run.checkpoint.resume is None:
-        report(f"--lora-rank {run.model.lora_rank}: training also needs --load, the weights that adapters are added to")
     report("everything checked, nothing trained")
 
 

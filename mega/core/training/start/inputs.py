@@ -99,7 +99,7 @@ def resolve_run(options: Options, world: int) -> ResolvedRun:
     check(options, world)
     _check_port(options)
     options = _in_steps(options, world)
-    _check_adapters(options)
+    _check_adapters(options, notes)
     if options.checkpoint.save is None and not options.evaluation.skip_train:
         notes.append(
             f"without --save this run keeps no weights, only {metrics_file(options)}; to keep them give --save DIR, "
@@ -150,14 +150,18 @@ def _in_steps(options: Options, world: int) -> Options:
     return options
 
 
-def _check_adapters(options: Options) -> None:
-    """Check that there are weights to add adapters to, and that --lora-targets names linear layers. Errors:
-    ValueError."""
+def _check_adapters(options: Options, notes: list[str]) -> None:
+    """Check that there are weights to add adapters to, and that --lora-targets names linear layers. In a dry run,
+    missing weights are reported in `notes`. Errors: ValueError."""
     if not options.model.lora_rank:
         return
-    nothing = options.checkpoint.load is None and options.checkpoint.resume is None
-    if nothing and not options.runtime.dry_run and not options.data.mock_data:
-        raise ValueError(f"--lora-rank {options.model.lora_rank}: needs --load, the weights that adapters are added to")
+    # Adapters of random weights are not saved, because their checkpoint would not contain these weights.
+    measured = options.data.mock_data and options.checkpoint.save is None
+    rank = options.model.lora_rank
+    if options.runtime.dry_run and model_place(options) is None:
+        notes.append(f"--lora-rank {rank}: training also needs --load, the weights that adapters are added to")
+    elif not measured and model_place(options) is None:
+        raise ValueError(f"--lora-rank {rank}: needs --load, the weights that adapters are added to")
     next(inventory(model_alone(options, ANY_VOCABULARY)))
 
 
