@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import importlib.util
 from collections.abc import Mapping, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Annotated
 
@@ -51,7 +52,7 @@ def run(
     # Report a mistake before heavy modules are imported.
     sampling_of(temperature=answers.temperature, top_k=answers.top_k, top_p=answers.top_p, seed=answers.seed)
     from mega.core.inference.loading.adapters import adapter_paths
-    from mega.core.inference.server.start import ServePlan, check_host, serve_rank
+    from mega.core.inference.server.start import ServePlan, check_host, check_plan, serve_rank
     from mega.core.processes.launch import run_ranks
     from mega.core.retro.retrieve import opener
 
@@ -70,7 +71,7 @@ def run(
         retriever=opener(retrieval, engine, layout, model.adapter),
         retro=retrieval.retro,
     )
-    return run_ranks(layout.tp * layout.pp, serve_rank, plan)
+    return run_ranks(layout.tp * layout.pp, serve_rank, plan, first=partial(check_plan, plan))
 
 
 def _check_names(names: Sequence[str], adapters: Mapping[str, Path]) -> None:

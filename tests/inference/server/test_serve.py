@@ -6,6 +6,7 @@ import json
 import os
 import re
 import signal
+import socket
 import subprocess
 import sys
 import threading
@@ -41,6 +42,18 @@ def served(*flags: str, model: str | None = None) -> Iterator[tuple[subprocess.P
             yield process, lines[-1].split()[-1], lines
         finally:
             process.kill()
+
+
+def test_a_mistake_is_reported_before_ranks_start(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr("mega.core.processes.launch.launch", lambda *_: pytest.fail("ranks have started"))
+    assert main(["serve", str(shared(MODEL)), "--port", "0", "--tp", "3"]) == 2
+    assert "--tp 3: must divide the model's 4 key/value heads" in capsys.readouterr().err
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        port = str(taken.getsockname()[1])
+        assert main(["serve", str(shared(MODEL)), "--port", port, "--tp", "2"]) == 2
+    assert f"--port {port}: " in capsys.readouterr().err
 
 
 def ask(url: str, path: str = "/v1/completions", method: str = "POST", **body: Any) -> tuple[int, Any]:

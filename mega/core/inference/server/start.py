@@ -85,6 +85,17 @@ def check_host(host: str, token: str | None) -> None:
         )
 
 
+def check_plan(plan: ServePlan) -> None:
+    """Check the port, the model, its adapters and the layout, before local ranks start. Errors: those of
+    `serve_rank`."""
+    bind(plan.listen.host, plan.listen.port).close()
+    source = open_model(plan.path)
+    open_adapters(plan.adapters, source)
+    tokenizer = source.tokenizer()
+    check_tokenizer(source, tokenizer)
+    _check_model(plan, source, tokenizer)
+
+
 def serve_rank(plan: ServePlan) -> int:
     """Run this rank until the server stops, and return exit code 0. Errors: any error raised during loading or by the
     engine."""
