@@ -23,7 +23,7 @@ from tests.golden.make import HERE
 SOURCES = ["mega", "hf", "meta", "llama2.c", "fairseq", "megatron", "torch_dist"]
 PLACES = {kind: HERE / kind / "model.bin" if kind == "llama2.c" else HERE / kind for kind in SOURCES}
 MEANT = {
-    "--target-tensor-parallel-size 2": lambda source, target: target in ("mega", "megatron", "mcore"),
+    "--tp 2": lambda source, target: target in ("mega", "megatron", "mcore"),
     "--pp 2": lambda source, target: target in ("mega", "megatron", "mcore"),
     "--chunks 2": lambda source, target: target == "mega",
     "--stage-layers 2 0": lambda source, target: target == "mega",
@@ -60,7 +60,6 @@ def test_a_flag_means_something_or_is_refused(
         to = ["--to" if verb == "convert-llama" else "--saver", target]
         places = ["--load-dir", str(PLACES[source]), "--save-dir", str(tmp_path / "out")]
         name, *value = flag.replace("FILE", str(tmp_path / "vocab.json")).split()
-        name = "--target-pipeline-parallel-size" if name == "--pp" else name
         if meant(source, target):
             check_flags(form_at(PLACES[source]), writer_of(target), {name: tuple(value)})
             continue
@@ -84,17 +83,14 @@ def test_every_flag_is_decided(verb: str) -> None:
 @pytest.mark.parametrize(
     ("line", "words"),
     [
-        ("convert-llama --load-dir HERE/hf --tp 0", "--target-tensor-parallel-size 0: must be 1 or more"),
-        ("reshard --load-dir HERE/mega --pp -1", "--target-pipeline-parallel-size -1: must be 1 or more"),
+        ("convert-llama --load-dir HERE/hf --tp 0", "--tp 0: must be 1 or more"),
+        ("reshard --load-dir HERE/mega --pp -1", "--pp -1: must be 1 or more"),
         ("convert-llama --load-dir HERE/hf --parts 0", "--parts 0: must be 1 or more"),
         ("reshard --load-dir HERE/megatron --true-vocab-size 0", "--true-vocab-size 0: must be 1 or more"),
         ("reshard --load-dir HERE/megatron --true-vocab-size 54 --vocab-file FILE", "vocab.json has 55 pieces"),
         ("reshard --load-dir HERE/torch_dist --num-attention-heads 3", "common.pt says 4"),
-        (
-            "reshard --load-dir HERE/mega --saver megatron --pp 3",
-            "--target-pipeline-parallel-size 3: must divide layers 2 for Megatron-LM",
-        ),
-        ("reshard --load-dir HERE/mega --saver mcore --tp 3", "--target-tensor-parallel-size 3: must divide heads 4"),
+        ("reshard --load-dir HERE/mega --saver megatron --pp 3", "--pp 3: must divide layers 2 for Megatron-LM"),
+        ("reshard --load-dir HERE/mega --saver mcore --tp 3", "--tp 3: must divide heads 4"),
         ("checkpoint show HERE/mega --tensors --meta", "--tensors: --meta prints the plain state alone"),
         ("convert-llama --load-dir HERE/megatron", "is a tree of Megatron-LM; `mega reshard` reads it"),
         ("convert-llama --load-dir HERE/torch_dist", "is a torch_dist folder of Megatron-LM; `mega reshard` reads it"),

@@ -72,7 +72,7 @@ def test_a_tree_is_written_as_it_was_read(tmp_path: Path, capsys: pytest.Capture
     assert open_model(str(tmp_path / "written")).model == open_model(str(tmp_path / "read")).model
     for flags, words in (
         ("--saver mcore", "--saver mcore: has no model with --retriever"),
-        ("--saver megatron --target-pipeline-parallel-size 2", "--target-pipeline-parallel-size 2: "),
+        ("--saver megatron --target-pipeline-parallel-size 2", "--pp 2: "),
     ):
         capsys.readouterr()
         assert resharded(tmp_path / "own", tmp_path / "other", *flags.split()) == 2

@@ -223,7 +223,7 @@ def test_what_megatron_does_not_have_is_refused(tmp_path: Path, changes: dict[st
 
 
 def test_stages_that_cannot_share_a_t5_are_refused(tmp_path: Path) -> None:
-    words = "--target-pipeline-parallel-size 6: stages cannot share its 2 blocks of the encoder and 6 of the decoder"
+    words = "--pp 6: stages cannot share its 2 blocks of the encoder and 6 of the decoder"
     with pytest.raises(ValueError, match=words):
         convert(own_weights(tmp_path / "run", T5), tmp_path / "tree", "megatron", Layout(1, 6))
     convert(tmp_path / "run", tmp_path / "tree", "megatron", Layout())

@@ -286,7 +286,7 @@ def test_what_is_no_tree_of_shared_experts_is_refused(recorded: Path, tmp_path: 
 def test_what_cannot_be_written_for_shared_experts(
     recorded: Path, tmp_path: Path, to: str, layout: Layout, more: dict[str, bool], words: str
 ) -> None:
-    with pytest.raises(ValueError, match=f"--target-expert-parallel-size {layout.ep}: {words}"):
+    with pytest.raises(ValueError, match=f"--ep {layout.ep}: {words}"):
         convert(recorded / "mixtral-torch", tmp_path / "theirs", to, layout, **more)  # type: ignore[arg-type]
 
 

@@ -246,8 +246,7 @@ NESTED = {POOLING: "1_Pooling/config.json", TOOL_TEMPLATE: "additional_chat_temp
 """File name in a mega checkpoint -> path of the file in a model's folder. The pooling is read only for formats with a
 modules.json."""
 
-_TP, _PP = "--target-tensor-parallel-size", "--target-pipeline-parallel-size"
-_EP = "--target-expert-parallel-size"
+_TP, _PP, _EP = "--tp", "--pp", "--ep"
 _FOR_CORE = ("--no-load-optim", "--use-distributed-optimizer", "--tokenizer-type")
 _HERE = "mega.core.checkpoint.forms."
 

@@ -35,9 +35,9 @@ class Layout(VerbSection):
     def flags(self) -> dict[str, Json]:
         """Flag of a conversion command -> the value that requests this layout."""
         return {
-            "--target-tensor-parallel-size": self.tp,
-            "--target-pipeline-parallel-size": self.pp,
-            "--target-expert-parallel-size": self.ep,
+            "--tp": self.tp,
+            "--pp": self.pp,
+            "--ep": self.ep,
             "--chunks": self.chunks,
             "--stage-layers": self.stage_layers,
         }

@@ -108,7 +108,7 @@ def _sizes(model: Architecture, pp: int) -> tuple[int, ...]:
             continue
     if not divisions:
         depths = f"its {encoder} blocks of the encoder and {decoder} of the decoder"
-        raise ValueError(f"--target-pipeline-parallel-size {pp}: stages cannot share {depths} equally")
+        raise ValueError(f"--pp {pp}: stages cannot share {depths} equally")
     return min(divisions, key=max)
 
 
@@ -142,7 +142,7 @@ def check_retriever(model: ModelConfig, to: str, pp: int, *, state: bool) -> Non
     if state:
         raise CheckpointError(f"--saver {to}: takes the weights of a model with --retriever alone: --no-load-optim")
     for flag, value, valid in (
-        ("--target-pipeline-parallel-size", pp, 1),
+        ("--pp", pp, 1),
         ("--retro-rope", model.retro_rope and attention.rope is not None, False),
         ("--retro-gate", model.retro_gate, 1.0),
         ("--kv-heads", attention.kv_heads, attention.heads),

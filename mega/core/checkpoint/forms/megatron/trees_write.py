@@ -121,10 +121,10 @@ def tree_metadata(own: ExportSource, to: str, era: Era, options: FormOptions) ->
 
 
 def _check_expert_ranks(experts: int | None, ranks: int, to: str, *, distributed: bool) -> None:
-    """Check --target-expert-parallel-size. Errors: ValueError naming the rule that is violated."""
+    """Check --ep. Errors: ValueError naming the rule that is violated."""
     if ranks == 1:
         return
-    flag = f"--target-expert-parallel-size {ranks}"
+    flag = f"--ep {ranks}"
     if to != "mcore-local" or not experts:
         raise ValueError(f"{flag}: needs --saver mcore-local, and a model with experts")
     if experts % ranks:
@@ -255,10 +255,10 @@ def written_table(options: ModelConfig, tp: int, pp: int) -> Table:
     model is not divisible."""
     model = architecture(options)
     of_stages = {"layers": len(model.layers)} if len(model.stacks) == 1 else {}
-    for kind, ranks, numbers in (("tensor", tp, model.block.shared), ("pipeline", pp, of_stages)):
+    for flag, ranks, numbers in (("--tp", tp, model.block.shared), ("--pp", pp, of_stages)):
         for name, number in numbers.items():
             if number % ranks:
-                raise ValueError(f"--target-{kind}-parallel-size {ranks}: must divide {name} {number} for Megatron-LM")
+                raise ValueError(f"{flag} {ranks}: must divide {name} {number} for Megatron-LM")
     return table(options, tp, written_stages(model, pp), model.input.rows(tp) // tp)
 
 
