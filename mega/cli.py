@@ -229,6 +229,10 @@ def _format_error(error: Any) -> str:
         return f"{error.option_name}: is not an option; --help lists all"
     if (unknown := re.match("No such command '(.*?)'", error.message)) and ctx is not None:
         return _unknown_verb(unknown[1], ctx)
+    if extra := re.match(r"Got unexpected extra arguments?(?:\(s\))? \((.*)\)", error.message):
+        return f"{extra[1]}: belongs to no flag; a value follows its flag, and blanks in it need quotes"
+    if param is not None and (choice := re.search(r"'(.*)' is not one of (.*)\.$", error.message)):
+        return f"{param.opts[0]} {choice[1]}: is not a choice; valid: {choice[2].replace(chr(39), '')}"
     if not problems or param is None or problems[0]["type"] not in RULES:
         return str(error.format_message())
     rule = RULES[problems[0]["type"]].format(**problems[0].get("ctx", {}))

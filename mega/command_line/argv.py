@@ -16,7 +16,7 @@ from typing import NamedTuple
 from mega.command_line.layer_frequency import layers_with_experts
 from mega.core.config.compose import nearest, nearest_flag
 from mega.core.config.families import Typed
-from mega.core.config.option import VALUE, Renamed, weak
+from mega.core.config.option import EMPTY, VALUE, Renamed, weak
 from mega.core.config.run import entries
 from mega.core.config.schema import Entry
 
@@ -50,6 +50,8 @@ class Sets:
     """The only model families whose Megatron-LM scripts have this spelling; () means all."""
     synonyms: Mapping[str, str] = field(default_factory=dict)
     """Synonym of a value -> mega's name for the value."""
+    may_be_empty: bool = True
+    """Whether the empty string is a valid value."""
     refused: Mapping[str, str] = field(default_factory=dict)
     """Invalid value -> an explanation, for values that need more than a list of the valid ones."""
 
@@ -215,7 +217,8 @@ def _meaning_of(entry: Entry, stands_for: object) -> Sets:
     if stands_for is VALUE or isinstance(stands_for, Mapping):
         named = stands_for if isinstance(stands_for, Mapping) else {}
         renames = {name: None if value is None else _text(value) for name, value in named.items()}
-        return Sets(entry.flag, values, renames=renames, kind=entry.kind, choices=entry.choices)
+        empty = entry.may_be_empty
+        return Sets(entry.flag, values, renames=renames, kind=entry.kind, choices=entry.choices, may_be_empty=empty)
     gives_way = isinstance(stands_for, weak)
     constant = stands_for.value if isinstance(stands_for, weak) else stands_for
     return Sets(entry.flag, 0, constant=_text(constant), gives_way=gives_way)
@@ -257,6 +260,8 @@ def read(argv: Sequence[str], known: Mapping[str, Meaning]) -> ReadLine:
             break
         if not word.startswith("--"):
             line.others.append(word)
+            if not word:
+                line.problems.append(f"argument '': {EMPTY}")
             continue
         try:
             line.take(word, words)
@@ -465,6 +470,8 @@ def _checked(spelling: str, value: str, meaning: Sets) -> str | None:
     closed = () if meaning.gives_way else tuple(meaning.renames)
     choices = closed or meaning.choices
     value = meaning.synonyms.get(value, value)
+    if not value and not choices and not meaning.may_be_empty:
+        raise ValueError(f"{spelling} '': {EMPTY}")
     if choices and value not in choices and value not in meaning.renames:
         if value in meaning.choices:
             return value

@@ -242,7 +242,7 @@ def command(function: Callable[..., Result]) -> Callable[..., Result | int]:
         file: Mapping[str, object]
         file, own_file = toml.read_schemas(config, takes.schema, takes.own) if config is not None else ({}, {})
         values, preset = {**own_file, **own_flags}, None
-        _check_ranges(values, takes.own)
+        _check_ranges(values, {**file, **flags}, takes)
         if takes.run is not None:
             preset, ctx = (typed.pop(name) for name in ("model", "ctx"))
             file = _above_deepspeed(file, typed.pop("deepspeed_config"), typed.pop("deepspeed_lenient"), flags)
@@ -329,13 +329,14 @@ def _run_entries(takes: _VerbParameters, others: Sequence[inspect.Parameter]) ->
     return [entry for entry in takes.schema.entries.values() if entry.name not in used_names]
 
 
-def _check_ranges(values: Mapping[str, object], schema: Schema) -> None:
-    """Check the ranges of the subcommand's own options. Errors: ValueError with one line for each option that is out of
-    range."""
-    if values:
+def _check_ranges(own: Mapping[str, object], run: Mapping[str, object], takes: _VerbParameters) -> None:
+    """Check the ranges of the subcommand's own options, and of the options of a run if the subcommand derives its run
+    from only some of them. Errors: ValueError with one line for each option that is out of range."""
+    run = run if takes.reads is not None else {}
+    if own or run:
         from mega.core.config.check import out_of_range
 
-        if problems := list(out_of_range(values, schema)):
+        if problems := [*out_of_range(own, takes.own), *out_of_range(run, takes.schema)]:
             raise ValueError("\n".join(problems))
 
 

@@ -38,7 +38,7 @@ from mega.core.corpus.options import (
     WikipediaOptions,
 )
 from mega.core.corpus.scorers import ScorerOptions
-from mega.core.files import check_file, check_source
+from mega.core.files import check_file, check_not_input, check_source
 
 if TYPE_CHECKING:
     from mega.core.corpus.ledger import StepCounts
@@ -103,6 +103,12 @@ def _step(function: Callable[..., CorpusStep | SurveyStep]) -> Callable[..., int
     @functools.wraps(function)
     def verb(files: CorpusStepOptions, **sections: object) -> int:
         run = _shared(files)
+        for section in sections.values():
+            for name in getattr(section, "writes", ()):
+                if (path := getattr(section, name)) is not None:
+                    flag = f"--{name.replace('_', '-')}"
+                    check_file(flag, str(path))
+                    check_not_input(flag, path, files.input)
         return run(function(**sections))
 
     verb.__signature__ = inspect.Signature(parameters)  # type: ignore[attr-defined]
@@ -242,9 +248,6 @@ def near_duplicates(
         raise ValueError(f"--threshold {threshold}: must be above 0 and at most 1")
     if step.shingle_words < 1:
         raise ValueError(f"--shingle-words {step.shingle_words}: must be at least 1")
-    for flag, path in (("--groups", step.groups), ("--pairs", step.pairs)):
-        if path is not None:
-            check_file(flag, str(path))
     return NearDuplicates(
         key=step.json_key,
         threshold=threshold,
@@ -279,8 +282,6 @@ def decontaminate(
         raise ValueError(
             f"--min-ngram-size {step.min_ngram_size}: must be 1 .. {step.max_ngram_size}, of --max-ngram-size"
         )
-    if step.save_dictionary is not None:
-        check_file("--save-dictionary", str(step.save_dictionary))
     return Decontaminate(
         key=step.json_key,
         tasks=tasks,

@@ -14,7 +14,7 @@ from mega.core.config.option import changed
 from mega.core.config.run import Options, flag_of
 from mega.core.config.sections import LABELLED
 from mega.core.corpus.scorers import KINDS, ScorerOptions
-from mega.core.files import check_file, check_source
+from mega.core.files import check_file, check_not_input, check_source
 from mega.core.inference.options import RetrievalOptions
 from mega.core.processes.world import World, is_first_rank, ranks, world_from_env
 from mega.core.tasks.options import (
@@ -60,7 +60,7 @@ def run(
         _check_effect("--ensemble", [*excluded, *harness_options, *task_options, *old_spellings, *retrieval_options])
         from mega.core.tasks import ensemble
 
-        return ensemble.run(list(result.ensemble), _out(result.json, "ensemble-predictions.jsonl"))
+        return ensemble.run(list(result.ensemble), _out(result.json, "ensemble-predictions.jsonl", result.ensemble))
     if harness.tasks:
         _check_effect("--tasks", [*task_options, *old_spellings, *retrieval_options])
         return _harness(options, given, benchmark, harness, (world, size, result.json))
@@ -75,11 +75,11 @@ def run(
         raise ValueError(f"{flag(harness_options[0])}: needs --tasks")
     benchmark = dataclasses.replace(benchmark, task=_task(benchmark, result), seed=options.runtime.seed)
     _check_effect(f"--task {benchmark.task}", retrieval_options if benchmark.task in LABELLED else [])
+    out = _out(result.json, benchmark.task, benchmark.valid_data)
     from mega.core.retro.retrieve import named_opener
     from mega.core.tasks.evaluate import evaluate, prepare
 
     retriever = named_opener(dataclasses.replace(retrieval, retro=options.data.retro))
-    out = _out(result.json, benchmark.task)
     return _launched(world, size, evaluate, prepare(options, given, benchmark, out, size, retriever))
 
 
@@ -127,7 +127,7 @@ def _toxicity(
 
     options = dataclasses.replace(options, valid_data=valid_data[0])
     world, size, out = where
-    return _launched(world, size, evaluate, prepare(*given, options, _out(out, "toxicity"), size))
+    return _launched(world, size, evaluate, prepare(*given, options, _out(out, "toxicity", valid_data), size))
 
 
 def _check_effect(of: str, given: Iterable[str]) -> None:
@@ -140,10 +140,12 @@ def _check_effect(of: str, given: Iterable[str]) -> None:
 Prepared = TypeVar("Prepared")
 
 
-def _out(given: str | None, name: str) -> str:
-    """Return the absolute path of the output file. Errors: ValueError if the file cannot be written."""
+def _out(given: str | None, name: str, inputs: Iterable[str] = ()) -> str:
+    """Return the absolute path of the output file. Errors: ValueError if the file cannot be written, or is one of
+    `inputs`."""
     out = given or f"eval-{name}" + ("" if name.endswith(".jsonl") else ".json")
     check_file("--json", out)
+    check_not_input("--json", out, inputs)
     return os.path.abspath(out)
 
 

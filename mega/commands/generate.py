@@ -11,7 +11,7 @@ from typing import Annotated
 
 from mega.command_line.options import without
 from mega.core.config.option import changed
-from mega.core.files import check_file, check_source
+from mega.core.files import check_file, check_not_input, check_source
 from mega.core.inference.options import (
     DecodingLayout,
     EngineOptions,
@@ -110,6 +110,8 @@ def _check_texts(texts: GenerateOptions) -> bool:
     if source is not None and not source.is_file():
         pipe = str(source) == "-" or source.exists()
         raise ValueError(f"--input {source}: {'must be a file, no pipe or folder' if pipe else 'no such file'}")
+    if output is not None and source is not None:
+        check_not_input("--output", output, [source])
     if texts.unconditional and not texts.num_samples:
         raise ValueError("--unconditional: needs --num-samples, the number of texts")
     return not sources

@@ -10,7 +10,7 @@ import os
 import re
 import tempfile
 import uuid
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import BinaryIO
 
@@ -64,6 +64,7 @@ def check_folder(flag: str, value: object, folder: Path | str) -> None:
 
     Another file in a checkpoint would make its verification fail. Errors: ValueError naming flag and value.
     """
+    check_spelling(flag, value, str(folder))
     existing = Path(folder).absolute()
     while not existing.exists() and existing != existing.parent:
         if existing.is_symlink():
@@ -84,6 +85,18 @@ def check_folder(flag: str, value: object, folder: Path | str) -> None:
         raise ValueError(
             f"{flag} {value}: nothing may be written into {existing}{reason}; name another place"
         ) from None
+
+
+def check_spelling(flag: str, value: object, folder: str) -> None:
+    """Check that a folder is not named by a home directory that no shell has expanded, or by an incomplete URL, for
+    which a folder `~` or `s3:` would be created. Errors: ValueError."""
+    if folder == "~" or folder.startswith("~/"):
+        home = os.path.expanduser(folder)
+        rule = "~ is expanded by a shell, at the beginning of a word alone"
+        raise ValueError(f"{flag} {value}: {rule}; write {home}, or ./{folder} for such a folder")
+    if re.match(r"[A-Za-z][A-Za-z0-9+]+:(/|$)", folder):
+        rule = "is not a URL with a name, such as s3://bucket/run"
+        raise ValueError(f"{flag} {value}: {'must be a path on this machine' if url_of(folder) else rule}")
 
 
 def _check_outside(flag: str, value: object, folder: Path) -> None:
@@ -112,6 +125,17 @@ def check_file(flag: str, path: str) -> None:
     if not os.access(target if os.path.exists(target) else folder, os.W_OK):
         raise ValueError(f"{flag} {path}: cannot be written by this user; name another file")
     _check_outside(flag, path, Path(folder))
+
+
+def check_not_input(
+    flag: str, value: Path | str, inputs: Iterable[Path | str], outputs: Iterable[Path | str] | None = None
+) -> None:
+    """Check that no output replaces an input. outputs: the files to write; by default `value` is the only one. Errors:
+    ValueError."""
+    output_paths = {os.path.realpath(path) for path in ([value] if outputs is None else outputs)}
+    for path in inputs:
+        if os.path.realpath(path) in output_paths:
+            raise ValueError(f"{flag} {value}: would replace the input {path}; name another place, or give other files")
 
 
 def check_source(flag: str, place: Path | str) -> None:

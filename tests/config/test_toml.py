@@ -20,7 +20,7 @@ def _of(entry: Entry) -> st.SearchStrategy[Any]:
     kinds: dict[type, st.SearchStrategy[Any]] = {
         int: st.integers(-(2**63), 2**63 - 1),
         float: st.floats(allow_nan=False),
-        str: st.sampled_from(entry.choices) if entry.choices else st.text(),
+        str: st.sampled_from(entry.choices) if entry.choices else st.text(min_size=not entry.may_be_empty),
         bool: st.booleans(),
     }
     value = kinds[entry.kind]
@@ -47,7 +47,7 @@ def test_every_preset_reads_back_equal(preset: str) -> None:
     ['quote " backslash \\', "line\nbreak\ttab", "unicode 中文 \U0001f600", "\x7f\x00\x1f", "'''", '"""', ""],
 )
 def test_strings_that_need_escapes(text: str) -> None:
-    run = updated(Options(), {"save": text, "data_path": (text, text)})
+    run = updated(Options(), {"save": text or "runs", "sample_prompts": (text, text)})
     assert parse(write(run)) == run
 
 
@@ -78,6 +78,8 @@ def test_a_number_without_a_point_is_a_float_where_one_is_meant() -> None:
             "[batch]\nrampup = [1, 2.5, 3]",
             "x.toml: [batch] rampup: [1, 2.5, 3] must be a list, each a whole number",
         ),
+        ("[checkpoint]\nsave = ''", 'x.toml: [checkpoint] save: "" must not be empty; leave it out'),
+        ("[data]\ndata_path = ['a', '']", 'x.toml: [data] data_path: "" must not be empty; leave it out'),
         ("[model]\nlayers = 2\nlayers = 3", "x.toml: is not TOML: "),
         ("[model\n", "x.toml: is not TOML: "),
     ],
@@ -100,6 +102,11 @@ def test_files_that_cannot_be_read(tmp_path: Any) -> None:
     (tmp_path / "latin.toml").write_bytes(b"[model]\n# \xe9")
     with pytest.raises(ValueError, match="must be UTF-8 text; byte 10 is not"):
         read(str(tmp_path / "latin.toml"))
+
+
+def test_a_byte_order_mark_is_skipped(tmp_path: Any) -> None:
+    (tmp_path / "notepad.toml").write_bytes("\ufeff[model]\r\nlayers = 2\r\n".encode())
+    assert read(str(tmp_path / "notepad.toml")) == {"layers": 2}
 
 
 def test_every_option_has_a_section_a_help_and_one_name() -> None:

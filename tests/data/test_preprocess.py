@@ -204,7 +204,7 @@ def test_cut_gzip_is_named(tmp_path: Path) -> None:
         ("--input {d}/[ap]* --tokenizer-type NullTokenizer --vocab-size 9", "{d}/pipe: a pipe or a device"),
         ("--input {d}/a {d}/lost --tokenizer-type NullTokenizer --vocab-size 9", "{d}/lost: no such file, the link"),
         ("--input {d} --tokenizer-type NullTokenizer --vocab-size 9", "{d}/lost: no such file, the link"),
-        ("--input= --tokenizer-type NullTokenizer --vocab-size 9", "--input : no such file"),
+        ("--input= --tokenizer-type NullTokenizer --vocab-size 9", "--input '': must not be empty"),
         ("--input {d}/a --tokenizer-type NullTokenizer --vocab-size 3000000000", "--vocab-size 3000000000: Null"),
         ("--input {d}/a --tokenizer-type NullTokenizer --vocab-size 9 --vocab-extra-ids -1", "--vocab-extra-ids -1: "),
         (

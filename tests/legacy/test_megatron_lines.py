@@ -272,7 +272,6 @@ def canonical(line: str) -> list[str]:
         ("--no-bias", ["--no-bias"]),
         ("--lr -1", ["--lr=-1"]),
         ("--lr=-1e-3", ["--lr=-1e-3"]),
-        ("--save=", ["--save="]),
         ("--save a=b", ["--save=a=b"]),
         ("--lr 1 --lr 2", ["--lr=2"]),
         ("--swiglu --no-bias-gelu-fusion", ["--activation=swiglu"]),

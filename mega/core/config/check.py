@@ -646,6 +646,8 @@ def _guards(options: Options, world: int) -> Problems:
             yield f"--inject {text}: {error}"
     if options.log.profile is not None and profiled_steps(options.log.profile) is None:
         yield _line(options, "profile", "must be the first and the last step; valid: for example 10:12")
+    if options.log.profile is not None and max(options.log.profile_ranks, default=0) >= world:
+        yield _line(options, "profile_ranks", f"there are ranks 0 to {world - 1}")
 
 
 def _without_effect(options: Options, asked: Fault, world: int) -> Problems:

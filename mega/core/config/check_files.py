@@ -11,7 +11,7 @@ import importlib.util
 import json
 import os
 import stat
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 
 from mega.core.config.corpora import expand, is_number
 from mega.core.config.metrics_owner import metrics_owner
@@ -19,7 +19,7 @@ from mega.core.config.presets import FAMILY_DEFAULTS
 from mega.core.config.resolve import metrics_file
 from mega.core.config.run import Options, flag_of, value_of
 from mega.core.config.sections import LABELLED, SPLITS, TOKENIZER_FILES, TOKENIZERS, TokenizerConfig
-from mega.core.files import POINTER, check_folder, check_source, url_of
+from mega.core.files import POINTER, check_folder, check_source, check_spelling, url_of
 
 Problems = Iterator[str]
 
@@ -232,14 +232,25 @@ def _trackers(options: Options) -> Problems:
 
 
 def _output_folders(options: Options) -> Problems:
-    for name in ("save", "metrics", "tensorboard_dir"):
+    for name in ("save", "metrics", "tensorboard_dir", "data_cache"):
         path = value_of(options, name)
-        if path is None or url_of(path) or (name != "metrics" and os.path.exists(path) and not os.path.isdir(path)):
+        if path is None or (name in ("save", "tensorboard_dir") and url_of(path)):
             continue
-        try:
-            check_folder(flag_of(name), path, os.path.dirname(path) or "." if name == "metrics" else path)
-        except ValueError as problem:
-            yield str(problem)
+        misspelled = list(_problem(check_spelling, flag_of(name), path, path))
+        yield from misspelled
+        # A dry run may run on another machine. A cache that exists may be read-only.
+        is_file = name != "metrics" and os.path.exists(path) and not os.path.isdir(path)
+        if not (misspelled or is_file or options.runtime.dry_run or name == "data_cache"):
+            folder = os.path.dirname(path) or "." if name == "metrics" else path
+            yield from _problem(check_folder, flag_of(name), path, folder)
+
+
+def _problem(checked: Callable[[str, object, str], None], flag: str, value: object, folder: str) -> Problems:
+    """Yield the error message of a function that checks a folder, if there is one."""
+    try:
+        checked(flag, value, folder)
+    except ValueError as problem:
+        yield str(problem)
 
 
 def _rows(path: str) -> bool:
@@ -293,8 +304,7 @@ def _directories(options: Options) -> Problems:
     if save is not None and os.path.isdir(pointer := os.path.join(save, POINTER)) and not os.path.islink(pointer):
         yield f"--save {save}: {pointer} is a directory, and must be the file that names the newest step; move it away"
     yield from _trackers(options)
-    if not options.runtime.dry_run:  # a dry run may run on another machine
-        yield from _output_folders(options)
+    yield from _output_folders(options)
     metrics = metrics_file(options)
     if os.path.isdir(metrics):
         yield f"--metrics {metrics}: is a directory; must be a file"

@@ -149,6 +149,9 @@ class Option:
     family --family must be given."""
     spelling_families: Mapping[str, tuple[str, ...]] = dataclasses.field(default_factory=dict)
     """Megatron-LM spelling -> the only families whose Megatron-LM scripts accept this spelling."""
+    text: bool = False
+    """Whether a string may be empty, such as a prompt. Other strings are names or paths: an empty one comes from an
+    unset variable of a shell, and as a path it would be the current directory."""
     formerly: str | None = None
     """Name of the option's table in TOML files of an earlier version."""
     on_resume: OnResume | None = None
@@ -170,6 +173,10 @@ class Option:
     hub: Literal["model", "tokenizer", "dataset"] | None = None
     """Type of the Hugging Face Hub repository whose name may be given instead of a path; None if no such name is
     accepted."""
+
+
+EMPTY = "must not be empty; leave it out, or set the variable that it comes from"
+"""The rule for strings that are not `Option.text`."""
 
 
 def option(default: Any, help: str, *, megatron: str | Mapping[str, Any] | None = None, **properties: Any) -> Any:

@@ -43,6 +43,11 @@ class Entry(NamedTuple):
         return self.literal if self.option.choices is None else tuple(self.option.choices)
 
     @property
+    def may_be_empty(self) -> bool:
+        """Whether the empty string is a valid value."""
+        return self.option.text or self.default == "" or self.kind not in (str, Path)
+
+    @property
     def flag(self) -> str:
         """The flag, as typed on the command line.
 

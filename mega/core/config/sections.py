@@ -55,6 +55,10 @@ MOST_LAYERS = 10_000
 dry run."""
 
 
+MOST_RANKS = 1024
+"""Upper bound of --nproc. Each local rank is a process; the largest hosts have several hundred cores."""
+
+
 @dataclass(frozen=True, kw_only=True)
 class DenseOptions(Section):
     """The shape and the computation of a model, except for its mixture of experts and its retriever."""
@@ -1728,7 +1732,7 @@ class LogOptions(Section):
         families=DECODERS,
     )
     sample_prompts: tuple[str, ...] = option(
-        (), "prompts of --sample-interval [the beginning of a document]", read_with={"sample_interval": ()}
+        (), "prompts of --sample-interval [the beginning of a document]", read_with={"sample_interval": ()}, text=True
     )
     sample_tokens: int = option(
         48, "number of tokens generated for each prompt", within=COUNT, most=2**16, read_with={"sample_interval": ()}
@@ -1809,7 +1813,7 @@ class RuntimeConfig(Section):
     title: ClassVar[str] = "Run"
 
     nproc: int | None = option(
-        None, "number of local ranks to start", common=True, within=COUNT, bench="host", evaluated=True
+        None, "number of local ranks to start", common=True, within=COUNT, most=MOST_RANKS, bench="host", evaluated=True
     )
     device: Literal["auto", "cpu", "cuda"] = option(
         "auto", "kind of device to run on", synonyms={"gpu": "cuda"}, common=True, bench="host", evaluated=True

@@ -7,6 +7,7 @@ defaults and flags.
 
 from __future__ import annotations
 
+import codecs
 import json
 import math
 import tomllib
@@ -15,6 +16,7 @@ from pathlib import Path
 from typing import Any
 
 from mega.core.config.compose import compose, nearest
+from mega.core.config.option import EMPTY
 from mega.core.config.resolve import default_metrics
 from mega.core.config.run import AnyRun, Options, RunConfig, options_with, run_schema, value_of
 from mega.core.config.schema import Entry, Schema
@@ -98,7 +100,7 @@ def read_schemas(path: str, *schemas: Schema) -> tuple[dict[str, object], ...]:
 def read_text(path: str | Path, what: str) -> str:
     """Return the text of a file written by hand. what: flag and file, for messages. Errors: ValueError."""
     try:
-        return read_limited(path, LIMIT, what).decode()
+        return read_limited(path, LIMIT, what).removeprefix(codecs.BOM_UTF8).decode()
     except UnicodeDecodeError as error:
         raise ValueError(f"{what}: must be UTF-8 text; byte {error.start} is not") from None
 
@@ -182,6 +184,8 @@ def unfit(table: str, key: str, value: object, schema: Schema | None = None) -> 
         return f"is not an option{nearest(key, names) or nearest(key, entries)}"
     if table not in (entry.section, entry.option.formerly):
         return f"belongs under [{entry.section}], not here"
+    if not entry.may_be_empty and "" in (value if isinstance(value, list) else [value]):
+        return f'"" {EMPTY}'
     if entry.many:
         if isinstance(value, list) and all(_is(entry.kind, item) for item in value):
             return None

@@ -42,6 +42,8 @@ class StepSettings(VerbSection):
     """Options of a single step."""
 
     title: ClassVar[str] = "Step"
+    writes: ClassVar[tuple[str, ...]] = ()
+    """Options that name a file which the step writes in addition to --output."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -76,6 +78,8 @@ class CleanOptions(StepSettings):
 class NearDuplicateOptions(StepSettings):
     """Options that define near duplicates."""
 
+    writes: ClassVar[tuple[str, ...]] = ("groups", "pairs")
+
     json_key: str = like(CleanOptions, "json_key")
     threshold: float | None = option(None, "minimum overlap of two documents that count as duplicates [0.8]")
     bands: int | None = option(
@@ -97,6 +101,8 @@ class NearDuplicateOptions(StepSettings):
 @dataclass(frozen=True, kw_only=True)
 class DecontaminateOptions(StepSettings):
     """Options for cutting out benchmark questions and the text around them."""
+
+    writes: ClassVar[tuple[str, ...]] = ("save_dictionary",)
 
     task_data: tuple[str, ...] = option(
         REQUIRED,
@@ -123,7 +129,7 @@ class DecontaminateOptions(StepSettings):
 class WikipediaOptions(StepSettings):
     """Options for converting Wikipedia articles to documents."""
 
-    site: str = option("https://en.wikipedia.org/wiki", "first part of each article's URL")
+    site: str = option("https://en.wikipedia.org/wiki", "first part of each article's URL", text=True)
     min_characters: int = option(1, "minimum number of characters in an article")
     standard_punctuation: bool = option(
         True, "replace typographic quotes, dashes and dots with ASCII", megatron={"--keep-punctuation": False}
@@ -152,6 +158,8 @@ class AnnotateOptions(StepSettings):
 @dataclass(frozen=True, kw_only=True)
 class SelectOptions(StepSettings):
     """Options for keeping documents according to a value."""
+
+    writes: ClassVar[tuple[str, ...]] = ("report",)
 
     by: str = option("score.toxicity", "key of the value by which documents are selected; dots separate nested keys")
     share: float = option(0.5, "share of all documents to keep")

@@ -30,7 +30,7 @@ class PushOptions(VerbSection):
     title: ClassVar[str] = "Push"
 
     private: bool = option(False, "create the repository as private: only its owners see it")
-    message: str = option("Upload a model with mega", "message of the commit")
+    message: str = option("Upload a model with mega", "message of the commit", text=True)
     license: str | None = option(None, "license in the model card, such as apache-2.0")
     base_model: str | None = option(None, "base model in the model card: the name of the model that was finetuned")
     card: Path | None = option(None, "upload this file as the model card instead of the generated one")

@@ -137,7 +137,7 @@ class GenerateOptions(VerbSection):
     )
     url: str | None = option(None, "use PUT /api of a running server, such as mega serve", metavar="HOST:PORT")
     prompt: str | None = option(
-        None, "text to continue [prompts from the terminal; without a terminal, a new document]"
+        None, "text to continue [prompts from the terminal; without a terminal, a new document]", text=True
     )
     input: Path | None = option(
         None, "file of prompts: JSON lines (.jsonl), else one prompt per line", megatron="--sample-input-file"
@@ -172,7 +172,7 @@ class ChatOptions(VerbSection):
 
     url: str | None = option(None, "use a running server, such as mega serve", metavar="HOST:PORT")
     name: str | None = option(None, "with --url: name of the model on the server")
-    system: str | None = option(None, "system message")
+    system: str | None = option(None, "system message", text=True)
     tokens: int | None = option(
         None, "maximum number of tokens in an answer [512; with --url, the server's default]", within=COUNT
     )

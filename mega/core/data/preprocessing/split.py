@@ -5,7 +5,6 @@ from __future__ import annotations
 
 import contextlib
 import json
-import os
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -15,7 +14,7 @@ from mega.core.config.sections import SPLITS
 from mega.core.data.order import split_boundaries
 from mega.core.data.preprocessing.provenance import check_absent
 from mega.core.data.sources import STDIN, BadLine, find, lines, parsed
-from mega.core.files import check_folder, whole_file
+from mega.core.files import check_folder, check_not_input, whole_file
 
 
 def split(
@@ -38,7 +37,7 @@ def split(
     paths = find(inputs)
     if STDIN in paths:
         raise ValueError("--input -: standard input is gone once it is read, and a split reads twice; give a file")
-    _check_not_input("--output-dir", directory, paths, [directory / f"{name}.jsonl" for name in SPLITS])
+    check_not_input("--output-dir", directory, paths, [directory / f"{name}.jsonl" for name in SPLITS])
     check_absent("--output-dir", directory, [directory / f"{name}.jsonl" for name in SPLITS], overwrite)
     total = sum(1 for _ in lines(inputs, [key]))
     if not total:
@@ -72,7 +71,7 @@ def presplit(
     check_folder("--output", output, output.parent)
     if output.is_dir():
         raise ValueError(f"--output {output}: is a directory; must be a file")
-    _check_not_input("--output", output, find(inputs), [output])
+    check_not_input("--output", output, find(inputs))
     check_absent("--output", output, [output], overwrite)
     cut, count = splitter(kind, language), 0
     output.parent.mkdir(parents=True, exist_ok=True)
@@ -87,11 +86,3 @@ def presplit(
             file.write(json.dumps(document, ensure_ascii=False, separators=(",", ":")).encode() + b"\n")
             count += 1
     return count
-
-
-def _check_not_input(flag: str, value: Path, inputs: Sequence[Path], outputs: Sequence[Path]) -> None:
-    """Check outputs. Errors: ValueError if an output would overwrite an input."""
-    output_paths = {os.path.realpath(path) for path in outputs}
-    for path in inputs:
-        if path != STDIN and os.path.realpath(path) in output_paths:
-            raise ValueError(f"{flag} {value}: would replace the input {path}; name another place, or give other files")
