@@ -32,6 +32,23 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 
 def pytest_collection_finish() -> None:
     """Millions of objects of modules and of what is collected stay to the end: no collection of garbage walks them."""
+    _freeze()
+
+
+@pytest.hookimpl(trylast=True)
+def pytest_runtest_logfinish(nodeid: str) -> None:
+    """So do those that a file's tests have imported, of which there may be as many again."""
+    global _file
+    file = nodeid.partition("::")[0]
+    if file != _file:
+        _file = file
+        _freeze()
+
+
+_file = ""
+
+
+def _freeze() -> None:
     gc.collect()
     gc.freeze()
 

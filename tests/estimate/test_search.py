@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import doctest
+import gc
 import importlib
 import os
 import pkgutil
@@ -28,7 +29,7 @@ from mega.core.estimate import show
 from mega.core.estimate.duration import Interruptions, optimum_interval, training, training_time
 from mega.core.estimate.hardware import GIB, hardware
 from mega.core.estimate.memory import memory
-from mega.core.estimate.search import _allowed, any_layout, cluster, command, layouts, search
+from mega.core.estimate.search import _allowed, _frozen_garbage, any_layout, cluster, command, layouts, search
 from mega.core.estimate.steptime import step_time
 from mega.core.parallel.mesh import Mesh
 from mega.core.training.wire import build_stages
@@ -168,6 +169,15 @@ def test_groups_of_tensor_ranks_fill_whole_hosts() -> None:
     assert {options["tp"] for options in layouts(odd, 24, 8)} == {3, 6}  # no other layout divides 4 samples
     long = compose(flags={**SMALL, "seq_length": 12288, "global_batch": 1})
     assert {options["cp"] for options in layouts(long, 3, 8)} == {3}
+
+
+def test_a_search_thaws_nothing_that_was_frozen_before() -> None:
+    """Or else every later collection of garbage in the process walks all modules again."""
+    gc.freeze()
+    before = gc.get_freeze_count()
+    with _frozen_garbage():
+        pass
+    assert gc.get_freeze_count() >= before > 0
 
 
 def test_a_search_makes_nothing_twice(monkeypatch: pytest.MonkeyPatch) -> None:

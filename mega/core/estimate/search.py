@@ -165,12 +165,14 @@ def search(options: Options, world: int, device: Hardware, keep: int = 8) -> Sea
 @contextmanager
 def _frozen_garbage() -> Iterator[None]:
     """Exclude existing objects, mostly torch's, from garbage collection. Otherwise repeated collections take a fifth of
-    a search's time."""
+    a search's time. What the process has frozen before stays frozen."""
+    frozen_before = gc.get_freeze_count()
     gc.freeze()
     try:
         yield
     finally:
-        gc.unfreeze()
+        if not frozen_before:
+            gc.unfreeze()
 
 
 def _searched(options: Options, world: int, device: Hardware, keep: int) -> SearchResult:
