@@ -11,7 +11,8 @@ import hypothesis
 import pytest
 
 import tests.support.threads  # first: torch asks when it is imported, below, how many threads it may have
-import tests.support.triton  # noqa: F401  # Triton asks when it is imported, by any test, how kernels run
+import tests.support.triton  # Triton asks when it is imported, by any test, how kernels run
+import tests.support.unsynced  # noqa: F401
 from mega.core.processes.pool import Pool
 from tests.support import order
 
@@ -53,8 +54,8 @@ def _freeze() -> None:
     gc.freeze()
 
 
-RANKS_IMPORT = ["mega.core.training.start.rank", "mega.core.inference.server.start"]
-"""What most ranks of the suite import. A worker has one fork server, which imports it once for all of them."""
+RANKS_IMPORT = ["mega.core.training.start.rank", "mega.core.inference.server.start", "tests.support.unsynced"]
+"""What ranks of the suite import. A worker has one fork server, which imports it once for all of them."""
 
 _preload = forkserver.set_forkserver_preload
 

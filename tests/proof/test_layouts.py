@@ -106,8 +106,9 @@ def test_bad_layouts(text: str, message: str, capsys: pytest.CaptureFixture[str]
     assert message in capsys.readouterr().err
 
 
-def test_one_layout_equals_one_rank(tmp_path: Path) -> None:
-    """The verb itself, with the whole vocabulary."""
+def test_one_layout_equals_one_rank(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The verb itself, with the whole vocabulary; in the third step, moments count."""
+    monkeypatch.setattr(rows, "STEPS", (1, 3))
     assert main(["parity", "--layouts", "tp2sp", "--family", "gpt", "--json", str(tmp_path / "rows")]) == 0
     (line,) = (tmp_path / "rows").read_text().splitlines()
     row = json.loads(line)
