@@ -579,6 +579,12 @@ def overlaps_kernels(device: torch.device) -> bool:
     return device.type == "cuda" and torch.cuda.get_device_capability(device) >= (9, 0)
 
 
+@cache
+def is_hopper(device: torch.device) -> bool:
+    """Whether the device has compute capability 9.0, whose tensor cores read shared memory."""
+    return device.type == "cuda" and torch.cuda.get_device_capability(device) == (9, 0)
+
+
 def fp8_matmuls(device: torch.device) -> bool:
     """Whether the device supports fp8 matmuls: Ada, Hopper and later."""
     return device.type == "cuda" and torch.cuda.get_device_capability(device) >= (8, 9)

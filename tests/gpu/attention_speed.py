@@ -26,7 +26,13 @@ from mega.core.ops.dropout import AttentionDropout
 from mega.core.ops.kernels import attention as kernels
 from mega.core.ops.mask import CAUSAL, AttentionMask
 
-SHAPES = ((64, 16, 16, 1024, 64), (2, 32, 32, 4096, 128), (1, 32, 32, 16384, 128), (1, 32, 8, 16384, 128))
+SHAPES = (
+    (64, 16, 16, 1024, 64),
+    (128, 16, 16, 512, 64),
+    (2, 32, 32, 4096, 128),
+    (1, 32, 32, 16384, 128),
+    (1, 32, 8, 16384, 128),
+)
 """Batch, heads, key/value heads, length, width of a head."""
 
 
@@ -59,11 +65,11 @@ def milliseconds(run: Callable[[], object], repeats: int = 10) -> float:
 def measured(
     attention: Attention, mask: AttentionMask, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, grad: torch.Tensor
 ) -> tuple[float, float]:
-    """Milliseconds forward and backward."""
+    """Milliseconds forward and backward, of calls that follow each other."""
     with torch.no_grad():
-        forward = milliseconds(lambda: attention(q, k, v, mask))
+        forward = sustained(lambda: attention(q, k, v, mask))
     mixed = attention(q, k, v, mask)
-    return forward, milliseconds(lambda: torch.autograd.grad(mixed, (q, k, v), grad, retain_graph=True))
+    return forward, sustained(lambda: torch.autograd.grad(mixed, (q, k, v), grad, retain_graph=True))
 
 
 def documents(rows: int, length: int) -> torch.Tensor:
@@ -87,6 +93,9 @@ def cases(b: int, s: int) -> dict[str, tuple[Attention, AttentionMask]]:
         "ours": (ours, CAUSAL),
         "ours, dropout 0.1": (ours, AttentionMask(dropout=drop)),
         "ours, documents": (ours, apart),
+        "cudnn, full": (fused, AttentionMask("full")),
+        "ours, full": (ours, AttentionMask("full")),
+        "ours, full, dropout 0.1": (ours, AttentionMask("full", dropout=drop)),
         "ours, window 4096": (ours, AttentionMask(window=4096)),
     }
     if s <= 8192:

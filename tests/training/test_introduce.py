@@ -51,7 +51,7 @@ def test_a_run_and_a_resumed_one_introduce_themselves(tmp_path: Path, capsys: py
 
 
 DROPS = {"attention_dropout": 0.1}
-CUDNN, OURS = "torch's fused kernels, cuDNN's first", "our Triton kernels, for "
+CUDNN, OURS = "torch's fused kernels, cuDNN's first", "our kernels, for "
 WIDE = "cuBLAS, gradients in fp32"
 
 
@@ -60,6 +60,7 @@ WIDE = "cuBLAS, gradients in fp32"
     [
         ("llama2-7b", {}, CUDNN, WIDE),
         ("gpt2-345m", {}, f"{OURS}dropout", WIDE),
+        ("gpt2-345m", {"attention_dropout": 0.0}, "our kernels on Hopper GPUs, else cuDNN's", WIDE),
         ("mistral-7b", {"seq_length": 8192}, f"{OURS}a window", WIDE),
         ("bert-345m", {"fp8": True}, f"{OURS}dropout and documents", "cuBLAS in fp8"),
         ("llama2-7b", {"dtype": "fp32"}, "torch's fused kernels", WIDE),

@@ -1,10 +1,11 @@
-"""The ops that models are built from, each with a reference implementation in plain torch. kernels/ contains Triton
-implementations. Ops do not call collectives.
+"""The ops that models are built from, each with a reference implementation in plain torch. kernels/ contains
+implementations in Triton, and attention in CUDA C++. Ops do not call collectives.
 
 norm, activation, dropout, cross_entropy, rotary, sinusoid, heads, matmuls, total, square_sum   the ops of training
 attention, mask, partial_attention   attention, its masks, and attention in blocks; cudnn: sliding-window attention
 operand, cublaslt                    the input of GEMMs, and GEMMs that apply GELU and its slope
 cublaslt_fp8, fused_casts            wgrad GEMMs in fp8 that add to main_grad, and casts fused with the op before them
+nvrtc                                compiles kernels in CUDA C++ at run time (kernels/hopper.cu), and launches them
 routing, grouped, rows               the choice of experts, grouped GEMMs for experts, and sums of rows
 fp8, fp8_blocks, block_scales, recompute   GEMMs in 8 bits, and activation recomputation
 few_rows, few_experts, paged_attention, kept_keys, fp8_weights   the ops of inference

@@ -151,12 +151,15 @@ def attention_words(ops: Ops, mask: AttentionMask, dtype: torch.dtype, length: i
     if implementation in (attention.plain, attention.plain_recomputing):
         return "plain torch"
     if ops.name == "triton":
+        from mega.core.ops.kernels import hopper
         from mega.core.ops.kernels.attention import applies
 
         if cudnn.applies(x, x, mask):
             return f"cuDNN's kernels, for a window ({cudnn.PACKAGE} {cudnn.version()})"
         if applies(x, x, mask):
-            return f"our Triton kernels, for {' and '.join(mask.features)}"
+            return f"our kernels, for {' and '.join(mask.features)}"
+        if simple and dtype.itemsize == 2 and hopper.is_short(mask, length, width):
+            return "our kernels on Hopper GPUs, else cuDNN's"
     if mask.dropout is not None:
         return "plain torch, for dropout"
     return "torch's fused kernels" + (", cuDNN's first" if ops.name == "triton" and dtype.itemsize == 2 else "")

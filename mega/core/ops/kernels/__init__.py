@@ -1,6 +1,6 @@
-"""Triton kernels. Most kernels have the name, signature and shapes of a reference in ops/. `adamw` is called from
-optim. `mapped_sum`, which sums tensors through mapped memory of other GPUs, is called from parallel. The module
-`language` contains code that all kernels share.
+"""Triton kernels, and attention for Hopper GPUs in CUDA C++ (`hopper`). Most kernels have the name, signature and
+shapes of a reference in ops/. `adamw` is called from optim. `mapped_sum`, which sums tensors through mapped memory of
+other GPUs, is called from parallel. The module `language` contains code that all kernels share.
 
 The kernels compute in fp32 for tensors of any dtype. For the backward pass, they store only the tensors that it needs.
 Every sum has a fixed order, so identical inputs produce bitwise identical results; with deterministic algorithms this

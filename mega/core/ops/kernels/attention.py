@@ -24,9 +24,10 @@ from mega.core.ops import cudnn, observe
 from mega.core.ops.attention import fused_recomputing
 from mega.core.ops.autograd import FunctionContext
 from mega.core.ops.counter import RULE
+from mega.core.ops.kernels import documents, hopper
 from mega.core.ops.kernels.counter import kept, row_keys
 from mega.core.ops.kernels.heads import joined
-from mega.core.ops.kernels.language import cdiv, jit, launch, next_power_of_2, tl
+from mega.core.ops.kernels.language import cdiv, jit, next_power_of_2, tl
 from mega.core.ops.mask import AttentionMask
 from mega.core.ops.partial_attention import FUSED, PartialAttention
 
@@ -53,7 +54,7 @@ class Visibility(NamedTuple):
     q_stride: int | None = None  # stride of a row
     k_documents: torch.Tensor | None = None  # int64 [b, t]
     k_stride: int | None = None
-    bounds: torch.Tensor | None = None  # from `_attention_documents`: the four bounds of each tile
+    bounds: torch.Tensor | None = None  # from `documents.bounds`
 
 
 class DropoutValues(NamedTuple):
@@ -436,43 +437,6 @@ def _attention_backward_queries(
     _store(grad_q_to, batch, head, query, seen.s, grad_q * q_scale, WIDTH, BLOCK)
 
 
-# -- documents
-
-
-@jit
-def _attention_documents(
-    own_at, own_stride, other_at, other_stride, bounds_at, own_length, other_length,
-    OWN: tl.constexpr, OTHER: tl.constexpr, TILES: tl.constexpr,
-):  # fmt: skip
-    """Store the bounds of the keys that are in the documents of a tile of queries, or the bounds of the queries for a
-    tile of keys. Bounds are ordered like those of `_keys_seen`."""
-    tile, batch = tl.program_id(0), tl.program_id(1)
-    position = tile * OWN + tl.arange(0, OWN)
-    # Beyond the end of the row, repeat the row's last token.
-    documents = tl.load(own_at + batch * own_stride + tl.minimum(position, own_length - 1))
-    low, high = tl.min(documents, 0), tl.max(documents, 0)
-    tiles = tl.cdiv(other_length, OTHER)
-    first, end, whole_first, whole_end, wholes = tiles, 0, tiles, 0, 0
-    for begin in range(0, tiles, TILES):
-        number = begin + tl.arange(0, TILES)
-        other_position = tl.minimum(number[:, None] * OTHER + tl.arange(0, OTHER)[None, :], other_length - 1)
-        other_documents = tl.load(other_at + batch * other_stride + other_position)
-        least, most = tl.min(other_documents, 1), tl.max(other_documents, 1)
-        overlaps = (number < tiles) & (least <= high) & (most >= low)
-        whole = (number < tiles) & (least == high) & (most == low) & (low == high)
-        first = tl.minimum(first, tl.min(tl.where(overlaps, number, tiles), 0))
-        end = tl.maximum(end, tl.max(tl.where(overlaps, number + 1, 0), 0))
-        whole_first = tl.minimum(whole_first, tl.min(tl.where(whole, number, tiles), 0))
-        whole_end = tl.maximum(whole_end, tl.max(tl.where(whole, number + 1, 0), 0))
-        wholes += tl.sum(whole.to(tl.int32), 0)
-    whole_end = tl.where(wholes == whole_end - whole_first, whole_end, 0)  # if the range has a gap, check every score
-    bounds = bounds_at + (batch * tl.num_programs(0) + tile) * 4
-    tl.store(bounds, first * OTHER)
-    tl.store(bounds + 1, whole_first * OTHER)
-    tl.store(bounds + 2, whole_end * OTHER)
-    tl.store(bounds + 3, end * OTHER)
-
-
 # -- launches
 
 
@@ -522,16 +486,9 @@ class Problem(NamedTuple):
         """Return `seen` with the bounds of documents for tiles of queries, or for tiles of keys if `keys` is True."""
         if self.documents is None:
             return self.seen
-        documents, other_documents = self.documents[::-1] if keys else self.documents
+        rows, columns = self.documents[::-1] if keys else self.documents
         size, step = (tiles.columns, tiles.rows) if keys else (tiles.rows, tiles.columns)
-        count = cdiv(documents.shape[1], size)
-        bounds = torch.empty(documents.shape[0], count, 4, dtype=torch.int32, device=documents.device)
-        launch(
-            _attention_documents, (count, documents.shape[0]), documents, documents.stride(0), other_documents,
-            other_documents.stride(0), bounds, documents.shape[1], other_documents.shape[1], OWN=size, OTHER=step,
-            TILES=2048 // step,
-        )  # fmt: skip
-        return self.seen._replace(bounds=bounds)
+        return self.seen._replace(bounds=documents.bounds(rows, columns, size, step))
 
 
 def _heads(x: torch.Tensor) -> Heads:
@@ -548,15 +505,15 @@ def _block(width: int) -> int:
 
 def _problem(q: torch.Tensor, k: torch.Tensor, mask: AttentionMask, plan: TilePlan) -> Problem:
     s, t, drop = q.shape[1], k.shape[1], mask.dropout
-    documents = None
+    numbers = None
     if mask.q_documents is not None and mask.k_documents is not None:
-        documents = _last(mask.q_documents), _last(mask.k_documents)
+        numbers = _last(mask.q_documents), _last(mask.k_documents)
     low, high = mask.band(s, t)
     causal = mask.kind == "causal" and high is not None
     window = mask.window if low is not None or (mask.kind == "full" and high is not None) else None
     visibility = Visibility(s, t, mask.q_offset, window)
-    if documents is not None:
-        q_documents, k_documents = documents
+    if numbers is not None:
+        q_documents, k_documents = numbers
         visibility = visibility._replace(
             q_documents=q_documents,
             q_stride=q_documents.stride(0),
@@ -577,13 +534,13 @@ def _problem(q: torch.Tensor, k: torch.Tensor, mask: AttentionMask, plan: TilePl
     flags = {
         "CAUSAL": causal,
         "WINDOW": window is not None,
-        "DOCUMENTS": documents is not None,
+        "DOCUMENTS": numbers is not None,
         "DROP": drop is not None,
         "ALIGNED": aligned,
         "WIDTH": q.shape[-1],
         "BLOCK": _block(q.shape[-1]),
     }
-    return Problem(visibility, dropped, keep, flags, documents)
+    return Problem(visibility, dropped, keep, flags, numbers)
 
 
 def forward(
@@ -601,6 +558,9 @@ def forward(
     lse = torch.empty(b, heads, s, dtype=torch.float32, device=q.device)
     if out.is_meta:
         observe.attention("ours", q, k, mask)
+        return out, lse
+    if hopper.applies(q, k, v, mask):
+        hopper.forward(q, k, v, mask, out, lse)
         return out, lse
     _attention_forward[cdiv(s, tiles.rows), heads, b](
         _heads(q), _heads(k), _heads(v), _heads(out), lse, problem.bounded(tiles, keys=False), problem.dropped,
@@ -632,8 +592,11 @@ def backward(
     grad, q, k, v, out, lse = _last(grad), _last(q), _last(k), _last(v), _last(out), lse.contiguous()
     b, s, heads, width = q.shape
     plan = PLANS[max(64, _block(width))]
-    problem, scale = _problem(q, k, mask, plan), LOG2E / math.sqrt(width)
     grads = _empty_gradients(q, k, v)
+    if hopper.applies(q, k, v, mask) and hopper.loads(grad):
+        hopper.backward(grad, q, k, v, out, lse, mask, grads)
+        return grads[0], grads[1], grads[2]
+    problem, scale = _problem(q, k, mask, plan), LOG2E / math.sqrt(width)
     base, delta = (torch.empty(b, heads, s, dtype=torch.float32, device=q.device) for _ in range(2))
     rows = torch.empty(b, heads, s, dtype=torch.int64, device=q.device) if problem.dropped else None
     if q.is_meta:
@@ -692,10 +655,10 @@ def applies(q: torch.Tensor, k: torch.Tensor, mask: AttentionMask) -> bool:
 
 def attention(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, mask: AttentionMask) -> torch.Tensor:
     """Compute `ops.attention.plain` without saving attention weights. cuDNN's kernels are used if they apply, otherwise
-    these kernels, otherwise torch's."""
+    these kernels, otherwise torch's. For short rows, hopper.cu precedes cuDNN."""
     if cudnn.applies(q, k, mask) and (out := cudnn.attention(q, k, v, mask)) is not None:
         return out
-    if applies(q, k, mask):
+    if applies(q, k, mask) or (hopper.is_short(mask, q.shape[1], q.shape[-1]) and hopper.applies(q, k, v, mask)):
         return _Attention.apply(q, k, v, mask)  # type: ignore[no-any-return]
     return fused_recomputing(q, k, v, mask)
 
