@@ -14,6 +14,7 @@ import statistics
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -21,6 +22,8 @@ import pytest
 
 from mega.core.config.resolve import overlaps_exchanges, records_graph, resolve
 from mega.core.config.run import Options, RunConfig, entries, updated, value_of
+from mega.core.estimate import cost
+from mega.core.estimate.curves import Curves, built_in
 from mega.core.estimate.hardware import Hardware, hardware
 from mega.core.estimate.memory import memory
 from mega.core.estimate.steptime import step_time
@@ -123,12 +126,21 @@ def judged(rows: Sequence[Mapping[str, Any]], on: Hardware | None = None) -> Ite
             yield Judged(row, prediction)
 
 
+@cache
+def _curves_before_hopper() -> Curves:
+    attention_points = json.loads((RECORDED / "attention_curves_before_hopper.json").read_text(encoding="utf-8"))
+    return Curves({**built_in().points, **attention_points})
+
+
 @contextmanager
 def kernels_of(row: Mapping[str, Any]) -> Iterator[None]:
     """The kernels that the code had when a row was measured. Rows without "slopes" are from when the slope of an
     activation was a pass of its own, and the gradients of query, key and value were always copied. Rows without
-    "activations" are from when the activation was a pass of its own, and torch added the gradients of embeddings."""
+    "activations" are from when the activation was a pass of its own, and torch added the gradients of embeddings. Rows
+    without "hopper" are from before hopper.cu, when dropout and documents were Triton's, and the rest cuDNN's."""
     with pytest.MonkeyPatch.context() as patch:
+        if not row.get("hopper"):
+            patch.setattr(cost, "built_in", _curves_before_hopper)
         if not row.get("activations"):
             patch.setattr(WideMatmuls, "activated", lambda *_: None)
             patch.setattr(rows_kernels, "add_rows", add_rows)

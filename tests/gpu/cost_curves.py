@@ -1,6 +1,6 @@
 """What single operations take on this GPU, sustained: the curves of mega/core/estimate/curves.json.
 
-    python3 -m tests.gpu.cost_curves --out rows.jsonl [--seconds 60]
+    python3 -m tests.gpu.cost_curves --out rows.jsonl [--seconds 60] [--only attention]
 
 The measurement is that of `mega bench --calibrate` (mega/core/bench/curves.py), at more shapes. One JSON line a point,
 with the name of its curve.
@@ -46,10 +46,12 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--out", type=Path, required=True)
     parser.add_argument("--seconds", type=float, default=180.0, help="begin no operation after so long")
+    parser.add_argument("--only", choices=["attention"], help="only the curves of attention")
     options = parser.parse_args()
     until, device = time.monotonic() + options.seconds, Device.choose("cuda")
     meter = Meter(device, choose(device.torch, torch.bfloat16), torch.bfloat16)
-    for name, point in chain([("gap", (curves.gap(meter),))], curves.points(meter, SHAPES)):
+    everything = chain([("gap", (curves.gap(meter),))], curves.points(meter, SHAPES))
+    for name, point in curves.attention(meter, SHAPES) if options.only else everything:
         with options.out.open("a", encoding="utf-8") as file:
             file.write(json.dumps({"device": device.name, "curve": name, "point": point}) + "\n")
         if time.monotonic() > until:

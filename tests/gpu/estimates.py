@@ -356,7 +356,7 @@ class Bench:
                 self.note({**record, "outcome": "refused", "error": str(error)})
             return
         run = resolve(typed, world)
-        record |= {"slopes": True, "activations": True}  # the kernels, see tests/estimate/rows.py
+        record |= {"slopes": True, "activations": True, "hopper": True}  # the kernels, see tests/estimate/rows.py
         record |= {"run": as_recorded(run, world), "predicted": predicted(run, world, self.on)}
         if rank == 0:
             self.note({**record, "outcome": "begun"})

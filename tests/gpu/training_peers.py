@@ -6,7 +6,7 @@
     w1, w1 dropout   GPT 345M, 512 sequences of 1,024 tokens; the peer is nanoGPT's model (--nanogpt: its model.py),
                      compiled, with torch's autocast and fused AdamW, with micro batches of 16
     bert             BERT 345M with dropout, 256 sequences of 512 tokens; the peer is transformers' model with autocast
-                     and micro batches of 32, of which embeddings, layers, head and loss are compiled
+                     and micro batches of 64, of which embeddings, layers, head and loss are compiled
     blocks           8 blocks of Llama-2 7B, 8 sequences of 4,096 tokens; the peer is transformers' model, compiled,
                      with weights, gradients and moments in bf16
     blocks fp8       the same in fp8, by each of our scalings; the peer's linear layers are torchao's (tensorwise). Both

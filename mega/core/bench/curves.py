@@ -32,9 +32,9 @@ Point = tuple[str, tuple[float, ...]]
 
 Run = Callable[[], object]
 
-LAUNCHED = 1e-3
+LAUNCHED = 5e-3
 """Operations that take less than this time, in seconds, are captured in a graph on a GPU. The host needs up to a
-quarter of this time to launch an operation with its backward pass."""
+fifth of this time to launch an operation with its backward pass."""
 
 RECORDED = 50
 """Number of operations in a graph."""

@@ -44,7 +44,7 @@ _Value = ctypes.c_void_p | ctypes.c_uint32 | ctypes.c_int64
 
 
 class _Epilogue(IntEnum):
-    """What a GEMM does with its result."""
+    """The last operation of a GEMM, on its result."""
 
     GELU = 164  # add the bias, store the sum, and apply GELU
     SLOPE = 192  # multiply by the slope of GELU

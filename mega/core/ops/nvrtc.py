@@ -45,7 +45,7 @@ def kernel(source: Path, macros: tuple[str, ...], name: str, device: torch.devic
     """Compile `source` for a device, which must be the current device, and return its kernel `name`.
 
     A file states the shared memory of its kernel `x` in a constant `x_bytes` of type unsigned int. Errors: OSError if
-    there is no NVRTC, CudaError with the first message of the compiler.
+    NVRTC is not installed, CudaError with the first message of the compiler.
     """
     module, function, size = _module(source, macros, device), ctypes.c_void_p(), ctypes.c_uint32()
     driver = _driver()
@@ -133,7 +133,7 @@ def _compiled(source: Path, macros: tuple[str, ...]) -> ctypes.Array[ctypes.c_ch
 
 @cache
 def _compiler() -> ctypes.CDLL:
-    """Return NVRTC of torch's CUDA. Errors: OSError if there is none."""
+    """Return NVRTC of torch's CUDA. Errors: OSError if it is not installed."""
     name = f"libnvrtc.so.{(torch.version.cuda or '').partition('.')[0]}"
     try:
         return ctypes.CDLL(name)
