@@ -207,6 +207,13 @@ def test_a_run_of_other_samples_is_refused(place: Path, capsys: pytest.CaptureFi
     assert "is not a database" in refused(["pretrain", *running(place, "--retro", str(place))], capsys)
 
 
+def test_a_dry_run_of_data_needs_neighbours_too(place: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    given = ["pretrain", *running(place)]
+    without = [word for word in given if word not in ("--retro", str(place / "db"))]
+    for words in (without, [*without, "--dry-run"]):
+        assert "--retriever: needs --retro" in refused(words, capsys).replace(" True", "")
+
+
 def test_a_corpus_that_has_changed_is_refused(
     place: Path, capsys: pytest.CaptureFixture[str], request: pytest.FixtureRequest
 ) -> None:

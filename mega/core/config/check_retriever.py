@@ -56,7 +56,8 @@ def _neighbours(run: RunConfig, line: Line) -> Iterator[str]:
     """Check the source of neighbours. `mega retro` retrieves neighbours only for the samples of --data-path."""
     data, masking = run.data, run.masking
     if data.retro is None:
-        if not data.mock_data and not run.runtime.dry_run:
+        unread = run.runtime.dry_run and not (data.data_path or data.train_data)  # a dry run needs no data
+        if not data.mock_data and not unread:
             yield line("retriever", "needs --retro, the folder of the neighbours, or --mock-data")
         return
     for name, excluded in (
