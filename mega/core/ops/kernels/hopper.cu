@@ -365,6 +365,15 @@ template <class S, bool KEYS> struct Steps {
     MEMBER u32 own(int side) { return matrix(shared.tile[buffer][side][me.group]); }
     MEMBER u32 other(int side) { return matrix(shared.step[stage][side]); }
 
+    // Start the scores, and the gradients of weights, as two groups of products.
+    MEMBER void multiply_both(float (&s)[32], float (&g)[32]) {
+        fence();
+        multiply_rows(s, own(0), other(0));
+        commit();
+        multiply_rows(g, own(1), other(1));
+        commit();
+    }
+
     // Set the scores of invisible pairs to -inf.
     MEMBER void hide(float (&s)[32], int start) {
         int first = row + me.row, column = start + me.column;
@@ -537,11 +546,7 @@ template <class S> DEVICE void backward_keys(Shared<S> &shared, const Problem &p
         for (int start = x.first; start < x.end; start += STEP) {
             if (!steps.ready(start)) continue;
             float s[32], g[32];
-            fence();
-            multiply_rows(s, steps.own(0), steps.other(0));
-            commit();
-            multiply_rows(g, steps.own(1), steps.other(1));
-            commit();
+            steps.multiply_both(s, g);
             finish<1>();
             settle(s), settle(weights), settle(grads), settle(grad_k), settle(grad_v);
             steps.release_previous();
@@ -597,11 +602,7 @@ template <class S> DEVICE void backward_queries(Shared<S> &shared, const Problem
         for (int start = x.first; start < x.end; start += STEP) {
             if (!steps.ready(start)) continue;
             float s[32], g[32];
-            fence();
-            multiply_rows(s, steps.own(0), steps.other(0));
-            commit();
-            multiply_rows(g, steps.own(1), steps.other(1));
-            commit();
+            steps.multiply_both(s, g);
             finish<1>();
             settle(s), settle(grads), settle(grad_q);
             steps.release_previous();

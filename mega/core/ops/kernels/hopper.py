@@ -110,10 +110,9 @@ def forward(
     q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, mask: AttentionMask, out: torch.Tensor, lse: torch.Tensor
 ) -> None:
     """Compute `out` [b, s, heads, width] and `lse` fp32 [b, heads, s]. Call this function only if `applies`."""
-    groups = 4 if q.shape[-1] == 64 and q.shape[1] % (2 * TILE) == 0 else 2
-    problem = _problem(q, mask)
+    groups, problem = _forward_groups(q), _problem(q, mask)
     problem.lse, problem.first, problem.first_scale = lse.data_ptr(), _strided(out), 1 / _keep(mask)
-    _run("attention_forward", problem, mask, (q, q), (k, v), groups=groups)
+    _run("attention_forward", problem, mask, (q, q), (k, v), _bounds(mask, groups * STEP), groups)
 
 
 def backward(
@@ -136,13 +135,25 @@ def backward(
     nvrtc.launch(_kernel("attention_prepare", q, mask), blocks, 2 * _WARPGROUP, q.device, problem)
     problem.first, problem.second = _strided(grads[1]), _strided(grads[2])
     problem.first_scale, problem.second_scale = 1 / keep / math.sqrt(width), 1 / keep
-    _run("attention_backward_keys", problem, mask, (k, v), (q, grad), keys=True)
+    bounds = _bounds(mask, TILE)  # tiles of keys and of queries have the same tokens
+    _run("attention_backward_keys", problem, mask, (k, v), (q, grad), bounds)
     problem.first = _strided(grads[0])
-    _run("attention_backward_queries", problem, mask, (q, grad), (k, v))
+    _run("attention_backward_queries", problem, mask, (q, grad), (k, v), bounds)
 
 
 def _keep(mask: AttentionMask) -> float:
     return 1.0 if mask.dropout is None else mask.dropout.keep
+
+
+def _forward_groups(q: torch.Tensor) -> int:
+    """Return the number of warpgroups that compute a tile of the forward pass."""
+    return 4 if q.shape[-1] == 64 and q.shape[1] % (2 * TILE) == 0 else 2
+
+
+def _bounds(mask: AttentionMask, rows: int) -> torch.Tensor | None:
+    """Return the bounds of tiles of `rows` tokens, or None without documents."""
+    numbers = mask.q_documents
+    return None if numbers is None else documents.bounds(numbers, numbers, rows, STEP)
 
 
 def _strided(x: torch.Tensor) -> _Strided:
@@ -162,10 +173,11 @@ def _problem(q: torch.Tensor, mask: AttentionMask) -> _Problem:
     return problem
 
 
-def _kernel(name: str, q: torch.Tensor, mask: AttentionMask, groups: int = 2) -> nvrtc.Kernel:
+def _kernel(name: str, q: torch.Tensor, mask: AttentionMask) -> nvrtc.Kernel:
     given = mask.kind == "causal", mask.q_documents is not None, mask.dropout is not None
     macros = *DTYPES[q.dtype], *compress(("CAUSAL", "DOCUMENTS", "DROP"), given)
-    return nvrtc.kernel(SOURCE, (f"WIDTH={q.shape[-1]}", f"FORWARD_GROUPS={groups}", *macros), name, q.device)
+    sizes = f"WIDTH={q.shape[-1]}", f"FORWARD_GROUPS={_forward_groups(q)}"
+    return nvrtc.kernel(SOURCE, (*sizes, *macros), name, q.device)
 
 
 def _run(
@@ -174,19 +186,17 @@ def _run(
     mask: AttentionMask,
     tiles: Sequence[torch.Tensor],
     steps: Sequence[torch.Tensor],
-    *,
-    groups: int = 2,
-    keys: bool = False,
+    bounds: torch.Tensor | None,
+    groups: int = TILE // STEP,
 ) -> None:
-    """Launch a kernel whose blocks own rows of `tiles`, keys if `keys` is true, and read the rows of `steps`."""
-    device, numbers = tiles[0].device, mask.q_documents
+    """Launch a kernel whose blocks own rows of `tiles` and read the rows of `steps`."""
+    device = tiles[0].device
     counter = torch.zeros(1, dtype=torch.int32, device=device)
     problem.counter = counter.data_ptr()
-    bounds = None if numbers is None else documents.bounds(numbers, numbers, groups * STEP, STEP)
     problem.bounds = None if bounds is None else bounds.data_ptr()
     maps = (nvrtc.tensor_map(x, STEP) for x in (*tiles, *steps))
     threads = (groups + 1) * _WARPGROUP
-    nvrtc.launch(_kernel(name, tiles[0], mask, groups), multiprocessors(device), threads, device, *maps, problem)
+    nvrtc.launch(_kernel(name, tiles[0], mask), multiprocessors(device), threads, device, *maps, problem)
 
 
 # -- the comparison with the plain implementation
