@@ -1,53 +1,54 @@
-"""GEMMs with GELU in their epilogue, through cuBLASLt:
+"""GEMMs of cuBLASLt with features that torch does not offer. torch loads cuBLASLt, and this module calls it by ctypes.
 
-    forward GEMM of the layer before GELU   stores its result, with the bias, and GELU of the unrounded result
-    dgrad GEMM of the layer after GELU      multiplies its result by the slope of GELU
+`plan` describes a GEMM and asks cuBLASLt's heuristics for an algorithm, once per shape, so that every run on a device
+uses the same algorithm. `run` launches it on the current stream. No call synchronises, and memory is allocated only
+through torch, so runs can be captured in a CUDA graph. This module does not know what the GEMMs are for.
 
-torch loads cuBLASLt but does not offer these epilogues. Without them, GELU and its slope are separate passes over the
-widest activations of a layer. cuBLASLt's heuristics choose an algorithm once per shape, so that every run on a device
-uses the same algorithm. No call synchronises, and memory is allocated only through torch, so calls can be captured in a
-CUDA graph. If cuBLASLt rejects a shape or computes a wrong result in a small test, the caller makes a separate pass.
+Matrices are dense and row-major, as in torch. cuBLASLt's are column-major, so it sees the transpose of each tensor and
+computes out^T = right^T left^T: its A is `right` and its B is `left`.
 """
 
 from __future__ import annotations
 
 import ctypes
+from collections.abc import Mapping
 from ctypes import byref
 from dataclasses import dataclass
-from enum import IntEnum
-from functools import cache, lru_cache
+from functools import cache
+from typing import NamedTuple
 
 import torch
-from torch.nn import functional as F
 
 from mega.core.device import current_stream
-from mega.core.ops.trial import error_of, passes
 
-KIND = "gelu_tanh"
-"""The activation that the epilogues compute."""
-WIDEST = 2048
-"""Maximum number of a GEMM's summands. With 4,096 summands and 8,192 to 32,768 rows, the dgrad GEMM with its epilogue
-took 0.96 to 1.29 of the time of the GEMM alone on an H100. A separate pass takes about 0.18 of that time, and may be
-faster."""
-ALIGNED = 8
-"""Rows of all operands must start at a multiple of this number of elements."""
-MOST = 64
-"""Number of shapes whose algorithms are kept. Each takes about a kilobyte of host memory, which is not freed."""
 
-# Constants of cublasLt.h and library_types.h.
-_TYPES = {torch.float16: 2, torch.bfloat16: 14}
-_FP32, _COMPUTE_FP32 = 0, 68
-_TRANSPOSED, _EPILOGUE, _BIAS, _AUX, _AUX_STRIDE = 3, 7, 8, 11, 12  # attributes of a description
+class Attribute(NamedTuple):
+    """An attribute of a GEMM."""
+
+    number: int
+    kind: type[ctypes.c_uint32 | ctypes.c_int64 | ctypes.c_void_p]
+
+
+# Constants of cublasLt.h and library_types.h, with their names there. Attributes: CUBLASLT_MATMUL_DESC_(name).
+TRANSPOSED = Attribute(3, ctypes.c_uint32)  # TRANSA: 1 if the GEMM multiplies by right^T
+EPILOGUE = Attribute(7, ctypes.c_uint32)  # EPILOGUE: the last operation, on the result
+BIAS = Attribute(8, ctypes.c_void_p)  # BIAS_POINTER: one number per column of `out`
+AUX = Attribute(11, ctypes.c_void_p)  # EPILOGUE_AUX_POINTER: another tensor of the epilogue, shaped like `out`
+AUX_STRIDE = Attribute(12, ctypes.c_int64)  # EPILOGUE_AUX_LD: elements per row of this tensor
+SCALE_RIGHT, SCALE_LEFT = Attribute(17, ctypes.c_void_p), Attribute(18, ctypes.c_void_p)  # A_, B_SCALE_POINTER
+MODE_RIGHT, MODE_LEFT = Attribute(31, ctypes.c_uint32), Attribute(32, ctypes.c_uint32)  # A_, B_SCALE_MODE
+# Values of EPILOGUE: CUBLASLT_EPILOGUE_(name).
+GELU = 164  # GELU_AUX_BIAS: add BIAS, store the sum in AUX, and apply GELU
+SLOPE = 192  # DGELU: multiply by the slope of GELU at AUX
+# Values of modes: CUBLASLT_MATMUL_MATRIX_SCALE_(name). By default, a tensor has one scale.
+ROWS_OF_BLOCKS = 4  # VEC128_32F: one scale per 1 x 128 elements
+_TYPES = {torch.float32: 0, torch.float16: 2, torch.bfloat16: 14, torch.float8_e4m3fn: 28, torch.float8_e5m2: 29}
+_COMPUTE_FP32 = 68
 _WORKSPACE = 1  # attribute of a preference
+
+ADDRESS = 1 << 20
+"""Value of an address in a plan. `run` sets the address, but cuBLASLt's heuristics require an aligned one."""
 _WORKSPACE_BYTES = 32 << 20
-_Value = ctypes.c_void_p | ctypes.c_uint32 | ctypes.c_int64
-
-
-class _Epilogue(IntEnum):
-    """The last operation of a GEMM, on its result."""
-
-    GELU = 164  # add the bias, store the sum, and apply GELU
-    SLOPE = 192  # multiply by the slope of GELU
 
 
 class CublasError(RuntimeError):
@@ -70,150 +71,85 @@ class _Proposal(ctypes.Structure):
     )
 
 
+Matrix = tuple[torch.dtype, int, int]
+"""dtype, number of rows and number of columns."""
+
+
 @dataclass(frozen=True)
-class _Gemm:
-    """How to compute a GEMM for a number of rows. cuBLASLt's matrices are column-major: m = `wide` and n = rows."""
+class PlannedGemm:
+    """A GEMM of some shape, with its algorithm."""
 
     description: ctypes.c_void_p
-    weight: ctypes.c_void_p  # layouts of matrices
-    x: ctypes.c_void_p
+    right: ctypes.c_void_p  # layouts of matrices
+    left: ctypes.c_void_p
     out: ctypes.c_void_p
     algorithm: _Algorithm
-    workspace: int  # number of bytes
+    workspace: int
+    """Number of bytes."""
+    proposed: int
+    """Number of algorithms that cuBLASLt's heuristics proposed."""
+
+    def run(
+        self,
+        left: torch.Tensor,
+        right: torch.Tensor,
+        out: torch.Tensor,
+        addresses: Mapping[Attribute, torch.Tensor],
+        beta: float = 0.0,
+    ) -> None:
+        """Compute out = left right + beta out, with the tensors of those attributes that are addresses."""
+        workspace = torch.empty(max(1, self.workspace), dtype=torch.uint8, device=out.device)
+        for attribute, x in addresses.items():
+            _set(self.description, attribute, x.data_ptr())
+        one, of_out = ctypes.c_float(1.0), ctypes.c_float(beta)
+        to = ctypes.c_void_p(out.data_ptr())
+        _check(
+            _library().cublasLtMatmul(
+                _handle(out.device), self.description, byref(one), ctypes.c_void_p(right.data_ptr()), self.right,
+                ctypes.c_void_p(left.data_ptr()), self.left, byref(of_out), to, self.out, to, self.out,
+                byref(self.algorithm), ctypes.c_void_p(workspace.data_ptr()), ctypes.c_size_t(self.workspace),
+                ctypes.c_void_p(current_stream(out.device)),
+            )
+        )  # fmt: skip
 
 
-def applies(kind: str, dtype: torch.dtype, width: int, wide: int) -> bool:
-    """Whether the GEMMs support an activation of `wide` features between linear layers of `width` features."""
-    return kind == KIND and dtype in _TYPES and width <= WIDEST and width % ALIGNED == 0 and wide % ALIGNED == 0
+def plan(
+    device: torch.device, attributes: Mapping[Attribute, int], left: Matrix, right: Matrix, out: Matrix, most: int
+) -> PlannedGemm | None:
+    """Choose the first algorithm of the heuristics, which propose at most `most`, or return None if they propose none.
 
-
-def gelu_forward(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor] | None:
-    """Return x weight^T + bias and GELU of this sum, both [n, wide], or None if cuBLASLt does not support the shape.
-
-    x: [n, width]. weight: [wide, width]. bias: [wide]. All tensors have the same dtype. Call this function only if
-    `applies` returns True.
+    left: [n, k]. right: [k, m], or [m, k] if transposed. out: [n, m]. A plan takes about a kilobyte of host memory,
+    which is not freed. Errors: CublasError.
     """
-    before, active = (x.new_empty(len(x), len(weight)) for _ in range(2))
-    computed = _compute(_Epilogue.GELU, _aligned(x), _aligned(weight), before, active, _aligned(bias))
-    return (before, active) if computed else None
-
-
-def slope_dgrad(grad: torch.Tensor, weight: torch.Tensor, before: torch.Tensor) -> torch.Tensor | None:
-    """Compute (grad weight) * slope(before), [n, wide], or return None if cuBLASLt does not support the shape.
-
-    grad: [n, width]. weight: [width, wide]. before: [n, wide], the input of GELU. All tensors have the same dtype. Call
-    this function only if `applies` returns True.
-    """
-    before = _aligned(before)
-    out = torch.empty_like(before)
-    return out if _compute(_Epilogue.SLOPE, _aligned(grad), _aligned(weight), before, out) else None
-
-
-def _compute(
-    epilogue: _Epilogue,
-    x: torch.Tensor,
-    weight: torch.Tensor,
-    before: torch.Tensor,
-    out: torch.Tensor,
-    bias: torch.Tensor | None = None,
-) -> bool:
-    """Write the results to `out` and, with GELU, to `before`. Return False if cuBLASLt proposes no algorithm."""
-    for rows in _parts(epilogue, x, out.shape[1]):
-        gemm, _ = _gemm_of(x.device, x.dtype, epilogue, rows.stop - rows.start, x.shape[1], out.shape[1])
-        if gemm is None:
-            return False
-        _run(gemm, x[rows], weight, before[rows], out[rows], bias)
-    return True
-
-
-def _parts(epilogue: _Epilogue, x: torch.Tensor, wide: int) -> tuple[slice, ...]:
-    """Return the ranges of rows to compute separately: all rows, or two halves if cuBLASLt's heuristics know only one
-    algorithm for all rows.
-
-    For the dgrad of 32,768 rows, 1,024 summands and 4,096 columns, that algorithm is one for older devices (cuBLASLt
-    13.1 on an H100), and two halves take 0.45 instead of 0.73 ms.
-    """
-    n = len(x)
-    _, proposed = _gemm_of(x.device, x.dtype, epilogue, n, x.shape[1], wide)
-    return (slice(0, n // 2), slice(n // 2, n)) if proposed == 1 and n % 2 == 0 else (slice(0, n),)
-
-
-def _aligned(x: torch.Tensor) -> torch.Tensor:
-    return x if x.is_contiguous() and x.data_ptr() % 16 == 0 else x.clone(memory_format=torch.contiguous_format)
-
-
-def _run(
-    gemm: _Gemm,
-    x: torch.Tensor,
-    weight: torch.Tensor,
-    before: torch.Tensor,
-    out: torch.Tensor,
-    bias: torch.Tensor | None,
-) -> None:
-    library, handle = _library(), _handle(x.device)
-    workspace = torch.empty(max(1, gemm.workspace), dtype=torch.uint8, device=x.device)
-    _set(gemm.description, _AUX, ctypes.c_void_p(before.data_ptr()))
-    if bias is not None:
-        _set(gemm.description, _BIAS, ctypes.c_void_p(bias.data_ptr()))
-    one, zero = ctypes.c_float(1.0), ctypes.c_float(0.0)
-    _check(
-        library.cublasLtMatmul(
-            handle, gemm.description, byref(one), ctypes.c_void_p(weight.data_ptr()), gemm.weight,
-            ctypes.c_void_p(x.data_ptr()), gemm.x, byref(zero), ctypes.c_void_p(out.data_ptr()), gemm.out,
-            ctypes.c_void_p(out.data_ptr()), gemm.out, byref(gemm.algorithm), ctypes.c_void_p(workspace.data_ptr()),
-            ctypes.c_size_t(gemm.workspace), ctypes.c_void_p(current_stream(x.device)),
-        )
-    )  # fmt: skip
-
-
-# -- the choice of algorithms
-
-
-@lru_cache(MOST)
-def _gemm_of(
-    device: torch.device, dtype: torch.dtype, epilogue: _Epilogue, rows: int, width: int, wide: int
-) -> tuple[_Gemm | None, int]:
-    """Return the GEMM of a shape, or None if cuBLASLt proposes no algorithm, and the number of algorithms that it
-    proposes. Errors: CublasError."""
-    library, description, preference = _library(), ctypes.c_void_p(), ctypes.c_void_p()
-    _check(library.cublasLtMatmulDescCreate(byref(description), _COMPUTE_FP32, _FP32))
-    _set(description, _EPILOGUE, ctypes.c_uint32(epilogue))
-    _set(description, _AUX_STRIDE, ctypes.c_int64(wide))
-    # Addresses are set for each run, but cuBLASLt's heuristics require aligned ones.
-    _set(description, _AUX, ctypes.c_void_p(1 << 20))
-    weight_shape = wide, width
-    if epilogue == _Epilogue.GELU:
-        _set(description, _BIAS, ctypes.c_void_p(1 << 20))
-        _set(description, _TRANSPOSED, ctypes.c_uint32(1))
-        weight_shape = width, wide
-    weight, x, out = (_layout(dtype, *dims) for dims in (weight_shape, (width, rows), (wide, rows)))
+    library, description, preference, proposed = _library(), ctypes.c_void_p(), ctypes.c_void_p(), ctypes.c_int()
+    _check(library.cublasLtMatmulDescCreate(byref(description), _COMPUTE_FP32, _TYPES[torch.float32]))
+    for attribute, value in attributes.items():
+        _set(description, attribute, value)
+    layouts = _layout(*right), _layout(*left), _layout(*out)
     _check(library.cublasLtMatmulPreferenceCreate(byref(preference)))
-    most = ctypes.c_uint64(_WORKSPACE_BYTES)
-    _check(library.cublasLtMatmulPreferenceSetAttribute(preference, _WORKSPACE, byref(most), ctypes.c_size_t(8)))
-    proposals, proposed = (_Proposal * 8)(), ctypes.c_int()
+    size = ctypes.c_uint64(_WORKSPACE_BYTES)
+    _check(library.cublasLtMatmulPreferenceSetAttribute(preference, _WORKSPACE, byref(size), ctypes.c_size_t(8)))
+    proposals = (_Proposal * most)()
     status = library.cublasLtMatmulAlgoGetHeuristic(
-        _handle(device), description, weight, x, out, out, preference, len(proposals), proposals, byref(proposed)
+        _handle(device), description, *layouts, layouts[-1], preference, most, proposals, byref(proposed)
     )
     _check(library.cublasLtMatmulPreferenceDestroy(preference))
     if status or not proposed.value:
-        return None, 0
-    first = proposals[0]
-    return _Gemm(description, weight, x, out, first.algorithm, first.workspace), proposed.value
+        return None
+    return PlannedGemm(description, *layouts, proposals[0].algorithm, proposals[0].workspace, proposed.value)
 
 
 def _layout(dtype: torch.dtype, rows: int, columns: int) -> ctypes.c_void_p:
-    """Return the layout of a dense column-major matrix."""
     layout = ctypes.c_void_p()
-    sizes = ctypes.c_uint64(rows), ctypes.c_uint64(columns), ctypes.c_int64(rows)
+    sizes = ctypes.c_uint64(columns), ctypes.c_uint64(rows), ctypes.c_int64(columns)
     _check(_library().cublasLtMatrixLayoutCreate(byref(layout), _TYPES[dtype], *sizes))
     return layout
 
 
-def _set(
-    description: ctypes.c_void_p, attribute: int, value: ctypes.c_void_p | ctypes.c_uint32 | ctypes.c_int64
-) -> None:
-    size = ctypes.c_size_t(ctypes.sizeof(value))
-    _check(_library().cublasLtMatmulDescSetAttribute(description, attribute, byref(value), size))
+def _set(description: ctypes.c_void_p, attribute: Attribute, value: int) -> None:
+    number, kind = attribute
+    size = ctypes.c_size_t(ctypes.sizeof(kind))
+    _check(_library().cublasLtMatmulDescSetAttribute(description, number, byref(kind(value)), size))
 
 
 def _check(status: int) -> None:
@@ -235,31 +171,3 @@ def _handle(device: torch.device) -> ctypes.c_void_p:
     handle = ctypes.c_void_p()
     _check(_library().cublasLtCreate(byref(handle)))
     return handle
-
-
-# -- the comparison with the plain implementation
-
-
-@cache
-def trusted(device: torch.device, dtype: torch.dtype) -> bool:
-    """Whether the results for a small case agree with those of the plain implementation. If not, a warning is
-    logged."""
-    words = "GELU and its slope take separate passes: cuBLASLt's GEMMs"
-    return passes(lambda: _trial_error(device, dtype), dtype, words)
-
-
-def _trial_error(device: torch.device, dtype: torch.dtype) -> float:
-    generator = torch.Generator(device).manual_seed(0)
-    x, weight, bias, grad, next_weight = (
-        torch.randn(shape, dtype=torch.float32, device=device, generator=generator).to(dtype)
-        for shape in ((200, 64), (136, 64), (136,), (200, 64), (64, 136))
-    )
-    outputs = gelu_forward(x, weight, bias)
-    grad_before = None if outputs is None else slope_dgrad(grad, next_weight, outputs[0])
-    if outputs is None or grad_before is None:
-        raise CublasError("cuBLASLt proposes no algorithm")
-    before = F.linear(x.float(), weight.float(), bias.float())
-    leaf = outputs[0].float().requires_grad_()
-    with torch.enable_grad():
-        (slope,) = torch.autograd.grad(F.gelu(leaf, approximate="tanh"), leaf, grad.float() @ next_weight.float())
-    return error_of([*outputs, grad_before], [before, F.gelu(before, approximate="tanh"), slope])

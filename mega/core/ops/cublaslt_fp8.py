@@ -8,14 +8,11 @@ and of blocks). If cuBLASLt rejects a shape, or computes a wrong result in a sma
 
 from __future__ import annotations
 
-import ctypes
-from ctypes import byref
-from dataclasses import dataclass
 from functools import cache, lru_cache
 
 import torch
 
-from mega.core.device import block_scaled_matmuls, current_stream
+from mega.core.device import block_scaled_matmuls
 from mega.core.ops import cublaslt, observe
 from mega.core.ops.operand import Operand
 from mega.core.ops.trial import error_of, passes
@@ -23,25 +20,7 @@ from mega.core.ops.trial import error_of, passes
 ALIGNED = 256
 """The tensor must start at a multiple of this number of bytes, which cuBLASLt's heuristics assume."""
 MOST = 256
-"""Number of shapes whose algorithms are kept, as in cublaslt.py."""
-
-# Constants of cublasLt.h and library_types.h.
-_TYPES = {torch.float8_e4m3fn: 28, torch.float8_e5m2: 29, torch.float32: 0}
-_COMPUTE_FP32, _SCALE_FP32 = 68, 0
-_TRANSPOSED, _SCALE_A, _SCALE_B, _MODE_A, _MODE_B = 3, 17, 18, 31, 32  # attributes of a description
-_ROWS_OF_BLOCKS = 4  # a mode of scales: one scale per 1 x 128 elements
-
-
-@dataclass(frozen=True)
-class _AddingGemm:
-    """How to compute a GEMM of some shape. cuBLASLt's matrices are column-major, so its factors are b and a."""
-
-    description: ctypes.c_void_p
-    b: ctypes.c_void_p  # layouts of matrices
-    a: ctypes.c_void_p
-    total: ctypes.c_void_p
-    algorithm: cublaslt._Algorithm
-    workspace: int  # number of bytes
+"""Number of shapes whose plans are kept."""
 
 
 def accumulate(total: torch.Tensor, a: Operand, b: Operand, *, overwrite: bool) -> bool:
@@ -73,57 +52,21 @@ def _run(total: torch.Tensor, a: Operand, b: Operand, beta: float) -> bool:
     gemm = _gemm_of(total.device, a.narrow.dtype, b.narrow.dtype, *a.narrow.shape, len(b.narrow), blocks)
     if gemm is None:
         return False
-    workspace = torch.empty(max(1, gemm.workspace), dtype=torch.uint8, device=total.device)
-    cublaslt._set(gemm.description, _SCALE_A, ctypes.c_void_p(b.inverse.data_ptr()))
-    cublaslt._set(gemm.description, _SCALE_B, ctypes.c_void_p(a.inverse.data_ptr()))
-    one, of_total = ctypes.c_float(1.0), ctypes.c_float(beta)
-    cublaslt._check(
-        cublaslt._library().cublasLtMatmul(
-            cublaslt._handle(total.device), gemm.description, byref(one), ctypes.c_void_p(b.narrow.data_ptr()), gemm.b,
-            ctypes.c_void_p(a.narrow.data_ptr()), gemm.a, byref(of_total), ctypes.c_void_p(total.data_ptr()),
-            gemm.total, ctypes.c_void_p(total.data_ptr()), gemm.total, byref(gemm.algorithm),
-            ctypes.c_void_p(workspace.data_ptr()), ctypes.c_size_t(gemm.workspace),
-            ctypes.c_void_p(current_stream(total.device)),
-        )
-    )  # fmt: skip
+    gemm.run(a.narrow, b.narrow, total, {cublaslt.SCALE_RIGHT: b.inverse, cublaslt.SCALE_LEFT: a.inverse}, beta)
     return True
 
 
 @lru_cache(MOST)
 def _gemm_of(
     device: torch.device, dtype_a: torch.dtype, dtype_b: torch.dtype, m: int, k: int, n: int, blocks: bool
-) -> _AddingGemm | None:
+) -> cublaslt.PlannedGemm | None:
     """Return the GEMM of a shape, or None if cuBLASLt proposes no algorithm. Errors: CublasError."""
-    library, description, preference = cublaslt._library(), ctypes.c_void_p(), ctypes.c_void_p()
-    cublaslt._check(library.cublasLtMatmulDescCreate(byref(description), _COMPUTE_FP32, _SCALE_FP32))
-    cublaslt._set(description, _TRANSPOSED, ctypes.c_uint32(1))
-    for scale, mode in ((_SCALE_A, _MODE_A), (_SCALE_B, _MODE_B)):
-        # The addresses of scales are set for each run, but cuBLASLt's heuristics require aligned ones.
-        cublaslt._set(description, scale, ctypes.c_void_p(1 << 20))
+    attributes = {cublaslt.TRANSPOSED: 1}
+    for scale, mode in ((cublaslt.SCALE_RIGHT, cublaslt.MODE_RIGHT), (cublaslt.SCALE_LEFT, cublaslt.MODE_LEFT)):
+        attributes[scale] = cublaslt.ADDRESS
         if blocks:
-            cublaslt._set(description, mode, ctypes.c_uint32(_ROWS_OF_BLOCKS))
-    layouts = _layout(dtype_b, k, n), _layout(dtype_a, k, m), _layout(torch.float32, n, m)
-    cublaslt._check(library.cublasLtMatmulPreferenceCreate(byref(preference)))
-    most = ctypes.c_uint64(cublaslt._WORKSPACE_BYTES)
-    set_preference = library.cublasLtMatmulPreferenceSetAttribute
-    cublaslt._check(set_preference(preference, cublaslt._WORKSPACE, byref(most), ctypes.c_size_t(8)))
-    proposals, proposed = (cublaslt._Proposal * 1)(), ctypes.c_int()
-    status = library.cublasLtMatmulAlgoGetHeuristic(
-        cublaslt._handle(device), description, *layouts, layouts[-1], preference, len(proposals), proposals,
-        byref(proposed),
-    )  # fmt: skip
-    cublaslt._check(library.cublasLtMatmulPreferenceDestroy(preference))
-    if status or not proposed.value:
-        return None
-    return _AddingGemm(description, *layouts, proposals[0].algorithm, proposals[0].workspace)
-
-
-def _layout(dtype: torch.dtype, rows: int, columns: int) -> ctypes.c_void_p:
-    """Return the layout of a dense column-major matrix."""
-    layout = ctypes.c_void_p()
-    sizes = ctypes.c_uint64(rows), ctypes.c_uint64(columns), ctypes.c_int64(rows)
-    cublaslt._check(cublaslt._library().cublasLtMatrixLayoutCreate(byref(layout), _TYPES[dtype], *sizes))
-    return layout
+            attributes[mode] = cublaslt.ROWS_OF_BLOCKS
+    return cublaslt.plan(device, attributes, (dtype_a, m, k), (dtype_b, n, k), (torch.float32, m, n), most=1)
 
 
 @cache

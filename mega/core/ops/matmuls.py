@@ -19,7 +19,7 @@ from typing import Any
 import torch
 from torch.nn import functional as F
 
-from mega.core.ops import cublaslt, observe
+from mega.core.ops import cublaslt_gelu, observe
 from mega.core.ops.activation import activate
 from mega.core.ops.fused_casts import FusedCasts
 from mega.core.ops.operand import Input, Operand
@@ -126,13 +126,15 @@ class WideMatmuls(Matmuls):
     words = "cuBLAS, gradients in fp32"
 
     def applies_slope(self, kind: str, x: torch.Tensor, wide: int) -> bool:
-        return cublaslt.applies(kind, x.dtype, x.shape[1], wide) and (x.is_meta or cublaslt.trusted(x.device, x.dtype))
+        return cublaslt_gelu.applies(kind, x.dtype, x.shape[1], wide) and (
+            x.is_meta or cublaslt_gelu.trusted(x.device, x.dtype)
+        )
 
     def activated(
         self, x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor, kind: str
     ) -> tuple[torch.Tensor, torch.Tensor] | None:
         if not x.is_meta:
-            return cublaslt.gelu_forward(x, weight, bias)
+            return cublaslt_gelu.forward(x, weight, bias)
         before = self.forward(x, weight, bias)
         active = torch.empty_like(before)  # on an H100, the epilogue costs as much as a pass that writes `active`
         observe.kernel("activation in a GEMM", (active,))
@@ -142,7 +144,7 @@ class WideMatmuls(Matmuls):
         if grad.is_meta:  # an estimate: on an H100, the epilogue costs as much as a pass that reads `before`
             observe.kernel("slope of an activation", (before,))
             return self.dgrad(grad, weight)
-        grad_before = cublaslt.slope_dgrad(grad, weight, before)
+        grad_before = cublaslt_gelu.slope_dgrad(grad, weight, before)
         return super().slope_dgrad(grad, weight, before, kind) if grad_before is None else grad_before
 
     def accumulate_wgrad(self, main_grad: torch.Tensor, grad: Any, x: Input) -> None:

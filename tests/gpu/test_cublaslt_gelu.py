@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch.nn import functional as F
 
-from mega.core.ops import cublaslt
+from mega.core.ops import cublaslt_gelu
 from mega.core.ops.matmuls import Matmuls, WideMatmuls
 from tests.support.triton import CUDA, DEVICE
 
@@ -39,11 +39,11 @@ def error(found: torch.Tensor, true: torch.Tensor) -> float:
 def test_against_float64(shape: tuple[int, int, int], dtype: torch.dtype) -> None:
     """Less off than the plain product and slope, which round twice."""
     given = operands(*shape, dtype)
-    found, true = cublaslt.slope_dgrad(*given), exact(*given)
-    plain = Matmuls().slope_dgrad(*given, cublaslt.KIND)
+    found, true = cublaslt_gelu.slope_dgrad(*given), exact(*given)
+    plain = Matmuls().slope_dgrad(*given, cublaslt_gelu.KIND)
     assert found is not None
     assert error(found, true) <= 1.05 * error(plain, true)
-    assert torch.equal(found, cublaslt.slope_dgrad(*given))  # type: ignore[arg-type]  # bitwise the same again
+    assert torch.equal(found, cublaslt_gelu.slope_dgrad(*given))  # type: ignore[arg-type]  # bitwise the same again
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
@@ -53,52 +53,52 @@ def test_gelu_against_float64(shape: tuple[int, int, int], dtype: torch.dtype) -
     x, weight, _ = operands(*shape, dtype)
     weight, bias = weight.t().contiguous(), torch.randn(shape[2], device=DEVICE).to(dtype)
     true = F.linear(x.double(), weight.double(), bias.double())
-    found, plain = cublaslt.gelu_forward(x, weight, bias), F.linear(x, weight, bias)
+    found, plain = cublaslt_gelu.forward(x, weight, bias), F.linear(x, weight, bias)
     assert found is not None
     before, active = found
     assert error(before, true) <= 1.05 * error(plain, true)
     gelu = F.gelu(true, approximate="tanh")
     assert error(active, gelu) <= 1.05 * error(F.gelu(plain, approximate="tanh"), gelu)
-    for output, again in zip(found, cublaslt.gelu_forward(x, weight, bias) or (), strict=True):
+    for output, again in zip(found, cublaslt_gelu.forward(x, weight, bias) or (), strict=True):
         assert torch.equal(output, again)
 
 
 def test_operands_that_are_views() -> None:
     grad, weight, before = operands(64, 32, 48, torch.bfloat16)
     wide = torch.cat([before, before], 1)
-    found = cublaslt.slope_dgrad(grad.t().contiguous().t(), weight, wide[:, 48:])
-    assert torch.equal(found, cublaslt.slope_dgrad(grad, weight, before))  # type: ignore[arg-type]
+    found = cublaslt_gelu.slope_dgrad(grad.t().contiguous().t(), weight, wide[:, 48:])
+    assert torch.equal(found, cublaslt_gelu.slope_dgrad(grad, weight, before))  # type: ignore[arg-type]
 
 
 def test_in_a_recorded_graph_of_other_values() -> None:
     given = operands(512, 256, 1024, torch.bfloat16)
     bias = torch.randn(256, device=DEVICE).to(torch.bfloat16)
-    cublaslt.slope_dgrad(*given)  # plans
-    cublaslt.gelu_forward(given[2], given[1], bias)
+    cublaslt_gelu.slope_dgrad(*given)  # plans
+    cublaslt_gelu.forward(given[2], given[1], bias)
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph):
-        found = cublaslt.slope_dgrad(*given)
-        outputs = cublaslt.gelu_forward(given[2], given[1], bias)
+        found = cublaslt_gelu.slope_dgrad(*given)
+        outputs = cublaslt_gelu.forward(given[2], given[1], bias)
     other = operands(512, 256, 1024, torch.bfloat16)
     for mine, theirs in zip(given, other, strict=True):
         mine.copy_(theirs * 2)
     graph.replay()
-    expected = cublaslt.slope_dgrad(*(x * 2 for x in other))
+    expected = cublaslt_gelu.slope_dgrad(*(x * 2 for x in other))
     assert found is not None and torch.equal(found, expected)  # type: ignore[arg-type]
-    again = cublaslt.gelu_forward(given[2], given[1], bias)
+    again = cublaslt_gelu.forward(given[2], given[1], bias)
     assert outputs is not None and again is not None and all(map(torch.equal, outputs, again))
 
 
 def test_the_trial_is_passed(caplog: pytest.LogCaptureFixture) -> None:
     with caplog.at_level(logging.WARNING):
         for dtype in DTYPES:
-            assert cublaslt.trusted(torch.device("cuda", 0), dtype)
+            assert cublaslt_gelu.trusted(torch.device("cuda", 0), dtype)
     assert not caplog.records
 
 
 def test_a_shape_without_a_plan_takes_two_passes(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(cublaslt, "_gemm_of", lambda *_: (None, 0))
+    monkeypatch.setattr(cublaslt_gelu, "_gemm_of", lambda *_: None)
     given = operands(64, 32, 48, torch.bfloat16)
-    assert cublaslt.slope_dgrad(*given) is None
-    assert cublaslt.gelu_forward(given[2], given[1], given[0][0]) is None
-    assert error(WideMatmuls().slope_dgrad(*given, cublaslt.KIND), exact(*given)) < 0.01
+    assert cublaslt_gelu.slope_dgrad(*given) is None
+    assert cublaslt_gelu.forward(given[2], given[1], given[0][0]) is None
+    assert error(WideMatmuls().slope_dgrad(*given, cublaslt_gelu.KIND), exact(*given)) < 0.01
