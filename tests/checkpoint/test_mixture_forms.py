@@ -225,6 +225,18 @@ def test_a_key_of_a_mixture_that_is_not_understood(changes: dict[str, Any], word
         model_from_config({**config, **changes}, "config.json")
 
 
+SIZES = {
+    **{"num_hidden_layers": 1, "num_attention_heads": 2, "hidden_size": 8, "intermediate_size": 8, "vocab_size": 9},
+    **{"max_position_embeddings": 16},
+}
+
+
+@pytest.mark.parametrize("family", ["olmoe", "olmo2"])
+def test_a_clip_of_projections_is_refused_by_what_it_does(family: str) -> None:
+    with pytest.raises(CheckpointError, match=r"clip_qkv 8.0: clips queries, keys and values.*valid: null"):
+        model_from_config({"model_type": family, "clip_qkv": 8.0, **SIZES}, "config.json")
+
+
 def test_what_only_training_reads_is_not_written() -> None:
     """A router's losses, jitter and capacity change nothing of what the weights compute; its scale does."""
     from dataclasses import replace

@@ -33,7 +33,7 @@ MISTAKES: list[tuple[dict[str, Any], int, str]] = [
     ({**GROUPS, "experts_chosen": 3, "router_groups_chosen": 1}, 1, "--router-groups-chosen 1: has 2 experts in all"),
     ({"experts": 4, "drop_policy": "position"}, 1, "--drop-policy position: needs --capacity-factor"),
     ({"experts": 4, "pad_to_capacity": True}, 1, "--pad-to-capacity: needs --capacity-factor"),
-    ({"experts_chosen": 4}, 1, "--experts-chosen 4: needs --experts at least 2, not 0"),
+    ({"experts_chosen": 4}, 1, "--experts-chosen 4: needs --experts at least 1, not 0"),
     (
         {"experts": 4, "router_choice": "sinkhorn", "balance_loss": (0.1,)},
         1,

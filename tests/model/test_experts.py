@@ -100,6 +100,20 @@ def test_every_token_passes_its_experts(model: str) -> None:
         torch.testing.assert_close(layer(x, context), by_tokens(layer, x), rtol=0, atol=1e-12)
 
 
+def test_a_single_expert_is_a_dense_network_that_trains() -> None:
+    """Files of others have layers of one expert too."""
+    state = state_of(run("gpt", experts=1, experts_chosen=1, router_normalize=False))
+    layer, batches = expert_layers(state)[0], step(state)
+    filled(layer)
+    x = torch.randn(20, 32, generator=torch.Generator().manual_seed(1), dtype=torch.float64)
+    with torch.no_grad():
+        expected = torch.stack([network(layer, "experts.0", token) for token in x])
+        torch.testing.assert_close(layer(x, state.stages[0].context(batches[0])), expected, rtol=0, atol=1e-12)
+    before = weight(layer, "experts.0.up_proj.weight").clone()
+    train_step(state, batches, 1e-2, 0.0)
+    assert not weight(layer, "experts.0.up_proj.weight").equal(before)
+
+
 def test_what_exceeds_the_capacity_is_dropped() -> None:
     """Of 16 tokens and 2 choices of 4 experts each takes at most 16 x 2 / 4 x 0.5 = 4: those of largest probability."""
     state = state_of(run("gpt", capacity_factor=0.5))

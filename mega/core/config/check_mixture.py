@@ -48,8 +48,6 @@ def _router(run: RunConfig, line: Line) -> Iterator[str]:
     model = run.model
     experts, top_k = model.experts, model.experts_chosen
     new = run.checkpoint.load is None and not run.evaluation.skip_train  # foreign weights may be of any kind
-    if experts == 1:
-        yield line("experts", "must be at least 2, or 0 for a dense network")
     yield from (line(name, rule) for name, rule in choice(model))
     if top_k > experts:
         return

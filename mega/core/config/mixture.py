@@ -15,7 +15,6 @@ from mega.core.config.option import (
     COUNT,
     NOT_NEGATIVE,
     POSITIVE,
-    SEVERAL,
     Renamed,
     Section,
     option,
@@ -35,7 +34,7 @@ _SILENT: dict[str, str | None] = dict.fromkeys(
 
 def _mixed(default: Any, help: str, **properties: Any) -> Any:
     """Return an option that is read only if the model has experts."""
-    return option(default, help, needs={"experts": SEVERAL}, **properties)
+    return option(default, help, needs={"experts": COUNT}, **properties)
 
 
 @dataclass(frozen=True, kw_only=True)

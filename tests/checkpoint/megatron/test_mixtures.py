@@ -489,7 +489,7 @@ def test_arguments_and_flags_of_a_mixture() -> None:
 @pytest.mark.parametrize(
     ("said", "words"),
     [
-        ({"num_experts": 1}, "num_experts 1"),
+        ({"num_experts": -1}, "num_experts -1"),
         ({"moe_layer_freq": [0, 1]}, r"moe_layer_freq \[0, 1\]"),
         ({"moe_router_score_function": "tanh"}, "moe_router_score_function 'tanh'"),
         ({"moe_router_load_balancing_type": "even"}, "load_balancing_type 'even'"),

@@ -119,16 +119,18 @@ class Word(_Alone):
 @dataclass(frozen=True)
 class Only(_Alone):
     """A key that may have only the listed values. An export writes the first value. absent: whether the key may be
-    absent."""
+    absent. effect: what other values change, for the message."""
 
     values: tuple[object, ...]
     absent: bool = True
+    effect: str = ""
 
     def read(self, config: Config, name: str, where: str) -> Values:
         present = name in config or not self.absent
         if present and not any(value is config.get(name) or _same(value, config.get(name)) for value in self.values):
             valid = next(value for value in self.values if value is not None)
-            raise CheckpointError(f"{where}: {name} {config.get(name)!r} (valid: {valid!r})")
+            rule = f": {self.effect}, which mega does not do; valid: null" if self.effect else f" (valid: {valid!r})"
+            raise CheckpointError(f"{where}: {name} {config.get(name)!r}{rule}")
         return {}
 
     def write(self, model: ModelConfig, name: str) -> Values:
@@ -159,6 +161,9 @@ def _held(model: ModelConfig, option: str) -> object:
 
 NULL = Only((None, False))
 """A key that must be false."""
+
+CLIP_QKV = Only((None, False), effect="clips queries, keys and values")
+"""OLMo's bound of the projections of attention, which may only be absent."""
 
 COMMON: Mapping[str, Key] = dict.fromkeys(
     (

@@ -15,7 +15,7 @@ from dataclasses import dataclass
 import torch
 
 from mega.core.checkpoint.forms.families.family import LLAMA_NAMES, HubFamily, Rows, StoredModule
-from mega.core.checkpoint.forms.families.keys import NULL, Config, Flag, Number, Only, Unread, Values, Whole, flag
+from mega.core.checkpoint.forms.families.keys import CLIP_QKV, Config, Flag, Number, Only, Unread, Values, Whole, flag
 from mega.core.checkpoint.forms.families.layers import LAYERS, Window
 from mega.core.checkpoint.forms.families.llama import ATTENTION_BIAS, LLAMA, VALUES, kv_heads
 from mega.core.checkpoint.forms.families.rope import FULL, SLIDING, RopeKeys
@@ -272,7 +272,7 @@ olmoe = HubFamily(
         "attention_bias": ATTENTION_BIAS,
         "mlp_bias": Only((False, None)),
         "rms_norm_eps": Number("norm_eps", 1e-5),
-        "clip_qkv": NULL,
+        "clip_qkv": CLIP_QKV,
         "num_experts": counted("experts", 64),
         "num_experts_per_tok": counted("experts_chosen", 8),
         "norm_topk_prob": NORMALIZED,

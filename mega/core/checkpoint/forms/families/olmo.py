@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from mega.core.checkpoint.forms.families.family import HubFamily
-from mega.core.checkpoint.forms.families.keys import NULL, Number, Only
+from mega.core.checkpoint.forms.families.keys import CLIP_QKV, Number, Only
 from mega.core.checkpoint.forms.families.layers import RopeByKind, Window, every
 from mega.core.checkpoint.forms.families.llama import ATTENTION_BIAS, LLAMA, VALUES
 from mega.core.checkpoint.forms.families.rope import RopeKeys
@@ -14,7 +14,7 @@ OLMO = {
     "attention_bias": ATTENTION_BIAS,
     "mlp_bias": Only((False, None)),
     "rms_norm_eps": Number("norm_eps", 1e-5),
-    "clip_qkv": NULL,
+    "clip_qkv": CLIP_QKV,
 }
 
 olmo2 = HubFamily(

@@ -58,8 +58,8 @@ def mixture_of(values: Mapping[str, object], layers: int, where: str) -> dict[st
     experts = values.get("num_experts")
     if not experts:
         return {}
-    if type(experts) is not int or experts < 2:
-        raise CheckpointError(f"{where}: args.num_experts {experts!r:.40}: must be a number of at least 2")
+    if type(experts) is not int or experts < 1:
+        raise CheckpointError(f"{where}: args.num_experts {experts!r:.40}: must be a positive whole number")
     for name, valid in UNCHANGED.items():
         if values.get(name) not in valid:
             raise CheckpointError(f"{where}: args.{name} {values[name]!r:.40} (valid: {valid[0]!r})")
