@@ -14,9 +14,11 @@ from mega.core.checkpoint.forms import chat_files
 from mega.core.checkpoint.forms.form import SpecialTokens
 from mega.core.text.build import build
 from mega.core.text.chat.format import ChatFormat
+from mega.core.text.chat.messages import Conversation
 from mega.core.text.tokenizer import Tokenizer
 from tests.support.chat_judge import opened
-from tests.support.chat_templates import SMALL
+from tests.support.chat_templates import SMALL, sentencepiece, untagged
+from tests.support.shared import shared
 
 PLAIN = dict.fromkeys(("lstrip", "rstrip", "single_word", "normalized", "special"), False)
 TEXTS = ("a <x> b<y>c", "<y><x>", "Hello world <z>", "x<z> y", " <z>", "<|im_start|>user<x>")
@@ -159,3 +161,32 @@ def test_settings_without_effect_are_no_part_of_an_identity(tmp_path: Path, kind
     earlier = first.identity()._replace(fingerprint=first._hash(first.vocab_size, "all files"))
     assert earlier != first.identity() and first.made(earlier) and not longer.made(earlier)
     assert other("ends", eos_token="<|im_end|>").identity() != first.identity()
+
+
+TALK = [{"role": "user", "content": "Hi <|im_end|>"}, {"role": "assistant", "content": "Hello <x>"}]
+
+
+@pytest.mark.parametrize("kind", ["byte-level", "metaspace", "llama", "unigram", "tokenizer.model"])
+def test_special_tokens_that_are_split_are_text_everywhere(tmp_path: Path, kind: str) -> None:
+    """With split_special_tokens, a template's control tokens are text too, so that no stop could be trained."""
+    pytest.importorskip("transformers")
+    pytest.importorskip("jinja2")
+    if kind == "tokenizer.model":
+        sentencepiece(shared("llama2/tokenizer.model"), added=False, split_special_tokens=True)(tmp_path)
+    else:
+        changed(tmp_path, kind, [{**PLAIN, "content": "<x>", "special": False}], split_special_tokens=True)
+    ours, theirs = opened(tmp_path)
+    for text in (*TEXTS, "</s><s>", "a<|im_end|>"):
+        ids = theirs(text, add_special_tokens=False)["input_ids"]
+        assert ours.parse(text).ids == ours.parse(text, [(0, 1)]).ids == ids, text
+        assert ours.encode_special(text) == [*ours.encode(""), *ids], text
+    chat = ChatFormat(untagged("chatml"), ours, "--chat-template t.jinja")
+    theirs.chat_template = untagged("chatml")
+    expected = theirs.apply_chat_template(TALK[:1], add_generation_prompt=True, return_dict=False)
+    assert list(chat.prompt(TALK[:1])) == expected and not chat.ends
+    with pytest.raises(ValueError, match="no control token of this tokenizer"):
+        chat.labelled(Conversation(TALK))
+    plain = json.loads((tmp_path / "tokenizer_config.json").read_text()) | {"split_special_tokens": False}
+    (tmp_path / "tokenizer_config.json").write_text(json.dumps(plain))
+    path = tmp_path / ("tokenizer.model" if ours.kind == "Llama2Tokenizer" else "tokenizer.json")
+    assert not build(tokenizer=ours.kind, tokenizer_model=path).made(ours.identity())

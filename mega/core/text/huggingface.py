@@ -235,7 +235,7 @@ class HuggingFaceTokenizer(Tokenizer):
     # --- tokens by name -----------------------------------------------------------------------------------------------
 
     def special_tokens(self) -> Mapping[str, int]:
-        return self._by_name[True]
+        return {} if self._said.splits_special else self._by_name[True]
 
     def vocabulary_tokens(self) -> Mapping[str, int]:
         return self._by_name[False]
@@ -284,8 +284,8 @@ class HuggingFaceTokenizer(Tokenizer):
 
     @cached_property
     def _parser(self) -> Library:
-        """The library's tokenizer, configured to recognise all added tokens and to split texts as transformers'
-        tokenizer class does."""
+        """The library's tokenizer, configured to recognise added tokens and to split texts as transformers' tokenizer
+        class does."""
         from tokenizers import Tokenizer as Library
 
         whole = json.loads(self._library.to_str())
@@ -297,7 +297,9 @@ class HuggingFaceTokenizer(Tokenizer):
                 steps = [step for step in whole["decoder"].get("decoders", ()) if step.get("type") != "Strip"]
                 whole["decoder"] |= {"decoders": steps} if steps else {}
             whole["model"] |= {"unk_token": None, "fuse_unk": True, "byte_fallback": True, "ignore_merges": False}
-        return Library.from_str(json.dumps(whole))
+        library = Library.from_str(json.dumps(whole))
+        library.encode_special_tokens = self._said.splits_special
+        return library
 
     def as_earlier(self) -> bool:
         """Earlier versions numbered several new tokens in the wrong order, and the added tokens of a unigram model
@@ -328,7 +330,7 @@ class HuggingFaceTokenizer(Tokenizer):
 
         whole = json.loads(self._parser.to_str())
         whole |= {"added_tokens": [], "post_processor": None}
-        if whole["model"].get("type") == "Unigram":
+        if whole["model"].get("type") == "Unigram" and not self._said.splits_special:
             whole["model"]["vocab"] = unreachable(whole["model"]["vocab"], self._special)
         library = Library.from_str(json.dumps(whole))
         for number, character in enumerate(_STANDS_FOR):
@@ -341,7 +343,11 @@ class HuggingFaceTokenizer(Tokenizer):
         tokens."""
         if any(character in text for character in _STANDS_FOR):
             raise ValueError("a text of the conversation holds one of U+FDD8 .. U+FDDB, which no text should")
-        tokens_by_name = {added_token.content: (token, added_token) for token, added_token in self._added.items()}
+        tokens_by_name = {
+            added_token.content: (token, added_token)
+            for token, added_token in self._added.items()
+            if not (added_token.special and self._said.splits_special)
+        }
         placeholder_text, origin, ids = "", list[Span](), list[int]()
         for name, begin, end in sections(text, tokens_by_name, literal):
             if name is None:
@@ -380,7 +386,7 @@ class HuggingFaceTokenizer(Tokenizer):
 
     def behaviour(self) -> Mapping[str, object]:
         """Return what the files next to tokenizer.json change: the tokens that begin, end and pad a text, added tokens,
-        and the rule for spaces between control tokens."""
+        the rule for spaces between control tokens, and whether names of special tokens are text."""
         ends = {"bos": (self.bos, _STARTS), "eos": (self.eod, _ENDS), "pad": (self.pad, ())}
         changes: dict[str, object] = {
             name: token for name, (token, well_known) in ends.items() if token != self._first(well_known)
@@ -391,6 +397,8 @@ class HuggingFaceTokenizer(Tokenizer):
             changes["metaspace"] = scheme
         if self._prefixed is not None:
             changes["prefix"] = self._prefixed
+        if self._said.splits_special:
+            changes["split"] = True
         return changes
 
     def huggingface_files(self) -> dict[str, dict[str, Json]]:

@@ -59,6 +59,11 @@ class Neighbours:
     special: tuple[AddedToken, ...]  # tokens that are special, if the vocabulary has them
     config: Mapping[str, object]  # the whole tokenizer_config.json
 
+    @property
+    def splits_special(self) -> bool:
+        """Whether the names of special tokens are text wherever they occur, even in a chat template's output."""
+        return self.config.get("split_special_tokens") is True
+
     def tokens(self, known: Mapping[str, AddedToken]) -> Iterator[AddedToken]:
         """Yield the tokens that transformers adds to a tokenizer.json, or whose flags it changes, in order. known: the
         added tokens of the tokenizer.json, by name."""

@@ -91,7 +91,7 @@ class PlainSentencePiece(Tokenizer):
         self._said = neighbours.read(files_beside)
         self._pieces = int(self._model.vocab_size())
         self._added = dict(self._without_own(self._said.added))
-        self._files = files_beside if self._added else {}
+        self._files = files_beside if self._added or self._said.splits_special else {}
         self._names = {token: added_token.name for token, added_token in self._added.items()}
         self.bos = self._at("bos_token", self._model.bos_id())
         self.eod = self._at("eos_token", self._model.eos_id())
@@ -148,7 +148,7 @@ class PlainSentencePiece(Tokenizer):
         return {added_token.name: token for token, added_token in self._added.items() if not added_token.special}
 
     def special_tokens(self) -> Mapping[str, int]:
-        return self._specials
+        return {} if self._said.splits_special else self._specials
 
     @cached_property
     def _specials(self) -> dict[str, int]:
@@ -202,7 +202,7 @@ class PlainSentencePiece(Tokenizer):
 
     def control(self, name: str) -> int | None:
         token_id = next((token for token, each in self._names.items() if each == name), None)
-        return self.special_tokens().get(name) if token_id is None else token_id
+        return self._specials.get(name) if token_id is None else token_id
 
     @cached_property
     def _encode(self) -> Encode:
@@ -244,13 +244,15 @@ class PlainSentencePiece(Tokenizer):
         return neighbours.without_template(content) if name == neighbours.CONFIG else content
 
     def behaviour(self) -> Mapping[str, object]:
-        """Return what the files next to the model change, if they add tokens: these tokens, the tokens that begin, end
-        and pad a text, and the rule for spaces between control tokens."""
+        """Return what the files next to the model change: whether names of special tokens are text and, if the files
+        add tokens, these tokens, the tokens that begin, end and pad a text, and the rule for spaces between control
+        tokens."""
+        split = {"split": True} if self._said.splits_special else {}
         if not self._added:
-            return {}
+            return split
         added = [[token, *added_token] for token, added_token in sorted(self._added.items())]
         scheme = prepend_scheme(self._said.config) if self._said.config else None
-        return {"added": added, "ends": [self.bos, self.eod, self.pad], "scheme": scheme}
+        return {"added": added, "ends": [self.bos, self.eod, self.pad], "scheme": scheme, **split}
 
     def huggingface_files(self) -> Mapping[str, Mapping[str, Json]]:
         """Return the files in Hugging Face's format. They include a tokenizer.json if this format can express the

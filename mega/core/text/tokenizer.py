@@ -111,7 +111,8 @@ class TokenTable(Protocol):
         return None
 
     def special_tokens(self) -> Mapping[str, int]:
-        """Return a map from name to id of all special tokens. Encoding raw text never yields a special token."""
+        """Return a map from name to id of the special tokens that `parse` recognises. Encoding raw text never yields a
+        special token."""
         ids = (token for token in (self.bos, self.eod, self.pad) if token is not None)
         names = {name: token for token in ids if self.control(name := self.piece(token)) == token}
         return names if self.eod is None or self.eod in names.values() else {**names, NAMELESS_END: self.eod}
