@@ -10,11 +10,14 @@ import pytest
 import torch
 
 from mega.cli import main
+from mega.core.checkpoint.forms import bert
 from mega.core.checkpoint.forms.bert import model_from_config
 from mega.core.checkpoint.forms.huggingface import weights_of
 from mega.core.checkpoint.own.model import model_of
 from mega.core.checkpoint.own.pieces import CheckpointError
 from mega.core.checkpoint.own.store import locate
+from mega.core.config.compose import compose
+from mega.core.config.resolve import resolve
 from tests.support.shared import shared
 
 SIZES: dict[str, Any] = {
@@ -112,3 +115,13 @@ def test_a_config_of_our_own(tmp_path: Path, capsys: pytest.CaptureFixture[str])
     assert weights == dict(theirs)
     refused = ["convert-llama", "--load-dir", str(tmp_path / "own"), "--save-dir", str(tmp_path / "x"), "--to", "meta"]
     assert main(refused) == 2
+
+
+@pytest.mark.parametrize("activation", ["relu", "swiglu"])
+def test_an_activation_that_theirs_does_not_have_is_refused(activation: str) -> None:
+    run = resolve(
+        compose("tiny-bert", flags={"vocab": 97, "micro_batch": 1, "steps": 1, "lr": 0.1, "activation": activation}), 1
+    )
+    assert bert.losses(run.model) == ()
+    with pytest.raises(CheckpointError, match=f"activation {activation}: Hugging Face's BERT has only"):
+        bert.config_from_model(run.model, "float32")

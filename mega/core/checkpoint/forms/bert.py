@@ -281,10 +281,13 @@ def _labels(rows: Rows | None) -> dict[str, Json]:
 
 
 def losses(options: ModelConfig) -> tuple[str, ...]:
-    """Messages about settings that Hugging Face's format cannot express."""
+    """Messages about settings that Hugging Face's format cannot express. Activations without a counterpart are refused
+    by `config_from_model`."""
     model = architecture(options)
     words, activation = model.output.words, model.block.feed_forward.activation
     if words is None or words.transform is None or words.transform.activation == activation:
+        return ()
+    if activation not in ACTIVATIONS:
         return ()
     return (
         f"head_activation {words.transform.activation}: Hugging Face's BERT has one activation, here the blocks' "
