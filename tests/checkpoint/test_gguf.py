@@ -8,6 +8,7 @@ from __future__ import annotations
 import json
 import struct
 from collections.abc import Mapping
+from dataclasses import replace
 from importlib.util import find_spec
 from pathlib import Path
 
@@ -17,7 +18,7 @@ import torch
 
 from mega import cli
 from mega.core.checkpoint.forms.convert import convert
-from mega.core.checkpoint.forms.gguf.vocabulary import PREFIX, tokenizer_files, vocabulary_of
+from mega.core.checkpoint.forms.gguf.vocabulary import PREFIX, lost, tokenizer_files, vocabulary_of
 from mega.core.checkpoint.forms.open import open_weights
 from mega.core.checkpoint.forms.read_back import read_back
 from mega.core.checkpoint.own.model import model_of
@@ -73,6 +74,40 @@ def test_what_is_written_is_read_as_the_same_model(folders: Path, case: str) -> 
     assert other.eod == 2 and chat_template(read) == chat_template(checkpoint)
     again = convert(to, folders / case / "again", "mega")  # the folder with the file is the file
     assert again.elements == report.elements
+
+
+@pytest.mark.parametrize(
+    ("case", "config"),
+    [
+        ("llama2-sentencepiece", {"tokenizer_class": "LlamaTokenizer"}),
+        ("llama2-sentencepiece", {"tokenizer_class": "LlamaTokenizer", "add_prefix_space": False}),
+        ("qwen2-qwen2", {}),
+    ],
+)
+@needs_gguf
+def test_tokens_and_settings_of_the_small_files_are_written(
+    tmp_path: Path, case: str, config: dict[str, Json], capsys: pytest.CaptureFixture[str]
+) -> None:
+    """They are next to a tokenizer.model or tokenizer.json, and are the only place of a chat model's later tokens."""
+    folder = folder_of(tmp_path / "hf", case)
+    first = json.loads((folder / "config.json").read_text())["vocab_size"] - 4
+    (folder / "added_tokens.json").write_text(json.dumps({"<|eot|>": first, "<x>": first + 1}))
+    older = folder / "tokenizer_config.json"
+    known = json.loads(older.read_text()) if older.exists() else {}
+    older.write_text(json.dumps({**known, **config, "additional_special_tokens": ["<|eot|>"]}))
+    convert(folder, tmp_path / "own", "mega")
+    convert(tmp_path / "own", tmp_path / "gguf", "gguf", tokens=special_tokens)
+    one, other = (load_tokenizer(open_weights(str(tmp_path / name))) for name in ("own", "gguf"))
+    assert one.special_tokens()["<|eot|>"] == other.special_tokens()["<|eot|>"] == first
+    assert one.vocabulary_tokens()["<x>"] == other.vocabulary_tokens()["<x>"] == first + 1
+    for text in ("Hello world", "a<x>", "東京"):
+        assert one.encode(text) == other.encode(text), text
+
+
+def test_rules_of_added_tokens_that_llama_cpp_lacks_are_told() -> None:
+    tokens: list[Json] = [{"content": "<a>", "lstrip": True, "rstrip": True}, {"content": "<b>", "rstrip": False}]
+    message = "llama.cpp does not let <a> strip spaces before them; <a> strip spaces after them, as the tokenizer does"
+    assert lost({"added_tokens": tokens}) == message and lost({"added_tokens": tokens[1:]}) is None
 
 
 @needs_gguf
@@ -137,6 +172,9 @@ def test_what_has_no_place_there_is_named(folders: Path, tmp_path: Path, capsys:
     model = model_of(open_weights(str(own(folders, "qwen2-qwen2"))).meta, "")
     _, metadata = metadata_of_model(model)
     shapes = {"token_embd.weight": (model.vocab, model.hidden), "output.weight": (model.vocab, model.hidden)}
+    stretched = replace(model, rope_scaling="yarn", rope_scaling_factor=2.0, rope_beta_fast=16.0)
+    with pytest.raises(CheckpointError, match=r"rope_beta_fast 16\.0: GGUF's qwen2 has only 32\.0"):
+        metadata_of_model(stretched)
     for change, said in (
         ({"general.architecture": "mamba"}, "'mamba' .valid: llama, qwen2, qwen3"),
         ({"qwen2.expert_count": 8}, "qwen2.expert_count 8: is not known here"),

@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING
 
 from mega.core.text import neighbours
 from mega.core.text.gpt2 import byte_letters
-from mega.core.text.neighbours import AddedToken, prepend_scheme
+from mega.core.text.neighbours import AddedToken, prepend_scheme, spaces
 from mega.core.text.normalization import losses_of
 from mega.core.text.probe import check, hugging_face
 from mega.core.text.sentencepiece_json import hidden, unreachable
@@ -290,9 +290,7 @@ class HuggingFaceTokenizer(Tokenizer):
 
         whole = json.loads(self._library.to_str())
         if (scheme := self._metaspace_scheme()) is not None:
-            whole["normalizer"] = None
-            whole["pre_tokenizer"] = {"type": "Metaspace", "replacement": "\u2581", "split": False}
-            whole["pre_tokenizer"]["prepend_scheme"] = scheme
+            whole |= spaces(scheme)
             if scheme == "never" and isinstance(whole["decoder"], dict):
                 steps = [step for step in whole["decoder"].get("decoders", ()) if step.get("type") != "Strip"]
                 whole["decoder"] |= {"decoders": steps} if steps else {}
@@ -400,6 +398,10 @@ class HuggingFaceTokenizer(Tokenizer):
         if self._said.splits_special:
             changes["split"] = True
         return changes
+
+    def single_file(self) -> dict[str, Json]:
+        whole: dict[str, Json] = json.loads(self._library.to_str())
+        return whole | (spaces("never") if self._metaspace_scheme() == "never" else {})
 
     def huggingface_files(self) -> dict[str, dict[str, Json]]:
         ids = {"bos_token": self.bos, "eos_token": self.eod, "pad_token": self.pad}

@@ -152,6 +152,13 @@ def prepend_scheme(config: Mapping[str, object]) -> str:
     return "always" if config.get("legacy") else "first"
 
 
+def spaces(scheme: str) -> dict[str, Json]:
+    """Return the entries of a tokenizer.json with which transformers' class prepends a space. scheme: as of
+    `prepend_scheme`."""
+    rule: Json = {"type": "Metaspace", "replacement": "\u2581", "split": False, "prepend_scheme": scheme}
+    return {"normalizer": None, "pre_tokenizer": rule}
+
+
 def without_template(config: bytes) -> bytes:
     """Return the content of a tokenizer_config.json without its chat template, in canonical JSON."""
     parsed = parse_json(config, f"--tokenizer-model: {CONFIG}")

@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING
 
 from mega.core.text import neighbours
 from mega.core.text.fast import Encode
-from mega.core.text.neighbours import AddedToken, prepend_scheme
+from mega.core.text.neighbours import AddedToken, prepend_scheme, spaces
 from mega.core.text.normalization import losses_of
 from mega.core.text.probe import check, sentencepiece
 from mega.core.text.sentencepiece_bpe import faster
@@ -264,6 +264,18 @@ class PlainSentencePiece(Tokenizer):
         unknown = {"unk_token": self.piece(self._model.unk_id())}
         config = {"tokenizer_class": "PreTrainedTokenizerFast", **token_names, **unknown}
         return {"tokenizer.json": self._published, "tokenizer_config.json": config}
+
+    def single_file(self) -> dict[str, Json] | None:
+        if self._published is None:
+            return None
+        special_pieces = self._published["added_tokens"]
+        entries: list[Json] = list(special_pieces) if isinstance(special_pieces, list) else []
+        for token, each in sorted(self._added.items()):
+            flags: dict[str, Json] = {"lstrip": each.lstrip, "rstrip": each.rstrip, "single_word": each.single_word}
+            flags |= {"normalized": each.normalized, "special": each.special}
+            entries.append({"id": token, "content": each.name, **flags})
+        never = self._searched and self._said.config and prepend_scheme(self._said.config) == "never"
+        return {**self._published, "added_tokens": entries, **(spaces("never") if never else {})}
 
     @cached_property
     def _published(self) -> dict[str, Json] | None:

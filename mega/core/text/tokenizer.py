@@ -197,6 +197,11 @@ class Tokenizer(TextEncoder, Protocol):
         content."""
         return {}
 
+    def single_file(self) -> dict[str, Json] | None:
+        """Return a tokenizer.json that without other files encodes texts as `encode` does, and that contains all added
+        tokens; None if no tokenizer.json can do this."""
+        return None
+
     def unpublished(self) -> str | None:
         """Return the reason why transformers has no equivalent tokenizer; None if it has one. If a reason is returned,
         an export omits the tokenizer's files."""

@@ -55,6 +55,8 @@ class SpecialTokens:
     checkpoint lacks."""
     names: Mapping[str, str] = field(default_factory=dict)
     """Key such as `bos_token` -> the token's text."""
+    single_file: Callable[[], Mapping[str, Json] | None] = lambda: None
+    """`Tokenizer.single_file`: returns a tokenizer.json that needs no other files, or None."""
     template: str | None = None
     """The chat template, in Jinja."""
     ends: tuple[int, ...] = ()

@@ -231,17 +231,20 @@ def _scaling(settings: dict[str, Json], factors: list[float] | None, place: str)
 
 def metadata_of_model(options: ModelConfig) -> tuple[GgufFamily, dict[str, Json]]:
     """Return (the first family that can express a model, the metadata). Errors: CheckpointError naming a setting that
-    no family supports."""
-    faults: list[CheckpointError] = []
+    no family supports, of the model's own family if there is one."""
+    other_families: list[CheckpointError] = []
+    own_family: list[CheckpointError] = []
     for family in FAMILIES:
         for model_type in family.model_types:
+            faults = other_families
             try:
                 config = BY_TYPE[model_type].config_from_model(options, "float32")
+                faults = own_family
                 return family, _metadata(family, options, config)
             except CheckpointError as error:
                 faults.append(error)
     valid = ", ".join(model_type for family in FAMILIES for model_type in family.model_types)
-    raise CheckpointError(f"--to gguf: is written only for {valid}; {faults[0]}")
+    raise CheckpointError(f"--to gguf: is written only for {valid}; {[*own_family, *other_families][0]}")
 
 
 def _metadata(family: GgufFamily, options: ModelConfig, config: Mapping[str, Json]) -> dict[str, Json]:

@@ -16,7 +16,7 @@ from mega.core.checkpoint.forms import chat_files
 from mega.core.checkpoint.forms.foreign import read_json
 from mega.core.checkpoint.forms.form import Export, ExportSource, FormOptions
 from mega.core.checkpoint.forms.gguf.families import ROPE_FACTORS, metadata_of_model, rope_factors, table
-from mega.core.checkpoint.forms.gguf.vocabulary import PREFIX, TEMPLATE, vocabulary_of
+from mega.core.checkpoint.forms.gguf.vocabulary import PREFIX, TEMPLATE, lost, vocabulary_of
 from mega.core.checkpoint.forms.mapping import Source, Table
 from mega.core.checkpoint.forms.meta import LastTensor
 from mega.core.checkpoint.forms.writing import whole_tensor
@@ -74,8 +74,9 @@ def _vocabulary(own: ExportSource, options: FormOptions) -> tuple[dict[str, Json
         tokens = options.tokens(own.checkpoint)
     except ValueError as error:
         return NO_TOKENIZER, (f"the file has no tokenizer: {error}",)
-    carried = own.checkpoint.attachments.get("tokenizer.json")
-    tokenizer_json = read_json(carried) if carried is not None else tokens.files.get("tokenizer.json")
+    tokenizer_json, carried = tokens.single_file(), own.checkpoint.attachments.get("tokenizer.json")
+    if tokenizer_json is None:
+        tokenizer_json = tokens.files.get("tokenizer.json") if carried is None else read_json(carried)
     if tokenizer_json is None:
         return NO_TOKENIZER, ("the file has no tokenizer: that of the weights has no tokenizer.json",)
     config = own.checkpoint.attachments.get("config.json")
@@ -88,7 +89,7 @@ def _vocabulary(own: ExportSource, options: FormOptions) -> tuple[dict[str, Json
     vocabulary = vocabulary_of(tokenizer_json, ids, own.model.vocab)
     if tokens.template is not None:
         vocabulary[TEMPLATE] = tokens.template
-    return vocabulary, () if tokens.loss is None else (tokens.loss,)
+    return vocabulary, tuple(loss for loss in (tokens.loss, lost(tokenizer_json)) if loss is not None)
 
 
 def _write(

@@ -264,6 +264,15 @@ def vocabulary_of(whole: Mapping[str, Json], ids: Mapping[str, Json], rows: int)
     return {PREFIX + name: value for name, value in fields.items()}
 
 
+def lost(whole: Mapping[str, Json]) -> str | None:
+    """Describe the rules of added tokens that llama.cpp does not apply; None if there are none."""
+    flags = {"lstrip": "strip spaces before them", "rstrip": "strip spaces after them", "single_word": "be whole words"}
+    tokens = [each for each in _list(whole.get("added_tokens")) if isinstance(each, dict)]
+    names = {flag: [str(each.get("content")) for each in tokens if each.get(flag)] for flag in flags}
+    rules = [f"{', '.join(names[flag][:3])} {rule}" for flag, rule in flags.items() if names[flag]]
+    return f"llama.cpp does not let {'; '.join(rules)}, as the tokenizer does" if rules else None
+
+
 def _special(whole: Mapping[str, Json], ids: Mapping[str, Json], rows: int) -> dict[str, Json]:
     """Return the metadata for special tokens: the ids for which the embedding has a row, and which of these tokens are
     added to every text."""
