@@ -7,6 +7,7 @@ one tensor.
 from __future__ import annotations
 
 from itertools import accumulate
+from math import gcd
 from operator import mul
 
 import torch
@@ -18,9 +19,12 @@ from mega.core.ops.kernels.language import cdiv, jit, launch, next_power_of_2, t
 from mega.core.ops.kernels.sums import bias_gradient, deliver_sums
 
 TOKENS = 32
-"""Number of tokens per program."""
-HEADS = 4
-"""Maximum number of heads that a program rotates, for which it reads cosines and sines once."""
+"""Number of tokens of a program that concatenates gradients."""
+TURNED_TOKENS, TURNED_HEADS = 16, 16
+"""Number of tokens, and maximum number of heads, that a program rotates. It reads cosines and sines once for all its
+heads."""
+PROGRAMS = 1024
+"""With fewer programs, a program rotates fewer heads, so that the whole device works."""
 SUMMED = 128
 """Number of tokens per program and per partial sum if the gradient of the bias is computed."""
 
@@ -106,11 +110,13 @@ def _split(
     width = stride // (heads + 2 * kv_heads)
     if cos is not None:
         half, turned = cos.shape[1], heads + kv_heads
-        shared = HEADS if turned % HEADS == 0 else 1
+        parts, shared = cdiv(tokens, TURNED_TOKENS), gcd(turned, TURNED_HEADS)
+        while shared > 1 and parts * turned // shared < PROGRAMS:
+            shared //= 2
         launch(
-            _turn, (cdiv(tokens, TOKENS), turned // shared),
+            _turn, (parts, turned // shared),
             fused, cos, sin, tokens, stride,
-            WIDTH=width, HALF=half, HALF_BLOCK=next_power_of_2(half), TOKENS=TOKENS, HEADS=shared,
+            WIDTH=width, HALF=half, HALF_BLOCK=next_power_of_2(half), TOKENS=TURNED_TOKENS, HEADS=shared,
         )  # fmt: skip
     q, k, v = fused.view(tokens, -1, width).split_with_sizes([heads, kv_heads, kv_heads], 1)
     return q, k, v
