@@ -56,6 +56,23 @@ def test_the_bits_of_a_product_and_a_sum(shape: tuple[int, int, int], blocks: bo
     assert torch.equal(again, total)
 
 
+@pytest.mark.parametrize("n, k", [(4096, 4096), (12288, 4096), (22016, 4096), (4096, 11008)])
+@pytest.mark.parametrize("m", [8192, 20000])
+def test_the_bits_of_torch(m: int, n: int, k: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A large forward GEMM has a tile that needs less power, and torch's bits."""
+    from mega.core.ops.kernels import fp8
+
+    torch.manual_seed(n)
+    x, weight = (
+        fp8.cast(torch.randn(rows, k, device=DEVICE).bfloat16(), FORWARD, rows=True).by_rows for rows in (m, n)
+    )
+    found = cublaslt_fp8.multiply(x, weight, torch.bfloat16)
+    assert found is not None
+    monkeypatch.setattr(cublaslt_fp8, "LARGE", m * n * k + 1)
+    plain = fp8.multiply(x.narrow, weight.narrow, x.inverse, weight.inverse, torch.bfloat16, fast=True)
+    assert torch.equal(found, plain)
+
+
 def test_what_is_refused() -> None:
     """A tensor that does not begin where the heuristics suppose, or that is not dense, or not in fp32, is untouched."""
     a, b = factors(64, 96, 128, blocks=False)

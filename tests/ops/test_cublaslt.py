@@ -19,7 +19,18 @@ from mega.core.ops import cublaslt, cublaslt_fp8, cublaslt_gelu
 from mega.core.ops.operand import Operand
 
 TYPES = {0: torch.float32, 2: torch.float16, 14: torch.bfloat16, 28: torch.float8_e4m3fn, 29: torch.float8_e5m2}
-TRANSPOSED_A, EPILOGUE, BIAS, AUX, AUX_STRIDE, SCALE_A, SCALE_B, MODE_A, MODE_B = 3, 7, 8, 11, 12, 17, 18, 31, 32
+TRANSPOSED_A, EPILOGUE, BIAS, AUX, AUX_STRIDE, SCALE_A, SCALE_B, MODE_A, MODE_B, FAST = (
+    3,
+    7,
+    8,
+    11,
+    12,
+    17,
+    18,
+    31,
+    32,
+    25,
+)
 GELU_AUX_BIAS, DGELU, VEC128 = 164, 192, 4
 WORKSPACE = 48
 CPU = torch.device("cpu")
@@ -35,6 +46,8 @@ def matrix(address: int, kind: int, rows: int, columns: int, stride: int) -> tor
 class Library:
     proposes = 2
     """Number of algorithms."""
+    tiles: tuple[int, ...] = (209, 29, 201)
+    """Their tiles."""
     fails = False
 
     def __init__(self) -> None:
@@ -43,6 +56,7 @@ class Library:
         """Number of algorithms that were asked for."""
         self.ran: list[tuple[int, ...]] = []
         """Size of the result of each GEMM."""
+        self.algorithms: list[int] = []
 
     def create(self, to: Any, value: Any) -> int:
         to._obj.value = len(self.objects)
@@ -63,7 +77,8 @@ class Library:
         return self.create(to, {})
 
     def set(self, of: Any, attribute: int, value: Any, size: Any) -> int:
-        assert size.value == ctypes.sizeof(value._obj) == (8 if attribute in (1, 8, 11, 12, 17, 18) else 4)
+        expected = 8 if attribute in (1, 8, 11, 12, 17, 18) else 1 if attribute == FAST else 4
+        assert size.value == ctypes.sizeof(value._obj) == expected
         self.objects[of.value][attribute] = value._obj.value
         return 0
 
@@ -80,15 +95,22 @@ class Library:
         assert self.objects[handle.value] == "handle" and len(layouts) == 4 and layouts[2] is layouts[3]
         assert self.objects[preference.value] == {1: 32 << 20} and set(addresses) == {1 << 20}
         self.asked.append(most)
-        proposals[0].algorithm.data[0], proposals[0].workspace = 7, WORKSPACE
         proposed._obj.value = min(self.proposes, most)
+        for number in range(proposed._obj.value):
+            proposals[number].algorithm.data[0], proposals[number].workspace = 7 + number, WORKSPACE
+        return 0
+
+    def cublasLtMatmulAlgoConfigGetAttribute(self, algorithm: Any, attribute: int, to: Any, size: Any, _: Any) -> int:
+        assert attribute == 1 and size.value == 4
+        to._obj.value = self.tiles[algorithm._obj.data[0] - 7]
         return 0
 
     def cublasLtMatmul(self, handle: Any, of: Any, alpha: Any, *rest: Any) -> int:
         a_at, a_as, b_at, b_as, beta, c_at, _, to, to_as, algorithm, workspace, size, _ = rest
         if self.fails:
             return 13
-        assert alpha._obj.value == 1 and algorithm._obj.data[0] == 7 and size.value == WORKSPACE
+        assert alpha._obj.value == 1 and size.value == WORKSPACE
+        self.algorithms.append(algorithm._obj.data[0])
         ctypes.memset(workspace.value, 1, WORKSPACE)
         description, out_as = self.objects[of.value], self.objects[to_as.value]
         a, b = (matrix(at.value, *self.objects[layout.value]).float() for at, layout in ((a_at, a_as), (b_at, b_as)))
@@ -154,7 +176,7 @@ def test_gelu_and_its_slope(library: Library) -> None:
     torch.testing.assert_close(before, exact.bfloat16())
     torch.testing.assert_close(active, F.gelu(exact, approximate="tanh").bfloat16())
     torch.testing.assert_close(grad_before, slope(before.float(), grad.float() @ next_weight.float()).bfloat16())
-    assert library.asked == [8, 8] and library.ran == [(24, 6)] * 4
+    assert library.asked == [8, 8] and library.ran == [(24, 6)] * 4 and set(library.algorithms) == {7}
 
 
 def test_a_shape_with_one_algorithm_is_computed_in_halves(library: Library) -> None:
@@ -203,7 +225,24 @@ def test_fp8_writes_and_adds(library: Library, dtype: torch.dtype, blocks: bool)
     start = torch.randn(32, 48)
     assert cublaslt_fp8.accumulate(total.copy_(start), a, b, overwrite=False)
     torch.testing.assert_close(total, start + plain)
-    assert library.asked == [1, 1] and len(library.ran) == 4  # of the trial, too
+    trial = [7] * 2 if blocks or dtype == E5M2 else [7] * 2 + [8]
+    assert library.algorithms == [*trial, 7, 7] and library.asked == [1, *[8] * len(trial[2:]), 1]
+
+
+@pytest.mark.parametrize("tiles, chosen", [((209, 29, 201), 8), ((209, 248, 201), 9), ((209, 248, 23), 7)])
+def test_large_forward_gemms(
+    library: Library, monkeypatch: pytest.MonkeyPatch, tiles: tuple[int, ...], chosen: int
+) -> None:
+    """They take the first algorithm with a tile of less power; a small one is torch's."""
+    (a, b), (exact_a, exact_b), _ = fp8_factors(E4M3, blocks=False)
+    library.proposes, library.tiles = 3, tiles
+    assert cublaslt_fp8.multiply(a, b, torch.bfloat16) is None and not library.ran
+    monkeypatch.setattr(cublaslt_fp8, "LARGE", 32 * 48 * 256)
+    out = cublaslt_fp8.multiply(a, b, torch.bfloat16)
+    assert out is not None and library.algorithms[-1] == chosen and library.asked[-1] == 8
+    torch.testing.assert_close(out, (exact_a @ exact_b.t()).bfloat16())
+    odd = Operand(a.narrow[:, 16:], a.inverse)
+    assert cublaslt_fp8.multiply(odd, b, torch.bfloat16) is None
 
 
 def test_what_fp8_refuses(library: Library) -> None:
@@ -225,7 +264,7 @@ def test_the_trials(library: Library, caplog: pytest.LogCaptureFixture) -> None:
         assert not cublaslt_fp8._trusted(CPU, E4M3, False)
     assert [record.message for record in caplog.records] == [
         "GELU and its slope take separate passes: cuBLASLt's GEMMs fail on this device (cuBLASLt returned status 13)",
-        "wgrad GEMMs in fp8 write a tensor that is then added: cuBLASLt's GEMMs fail on this device"
+        "GEMMs in fp8 are torch's, and wgrad is added separately: cuBLASLt's GEMMs fail on this device"
         " (cuBLASLt proposes no algorithm)",
     ]
 

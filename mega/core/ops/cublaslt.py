@@ -1,8 +1,9 @@
 """GEMMs of cuBLASLt with features that torch does not offer. torch loads cuBLASLt, and this module calls it by ctypes.
 
-`plan` describes a GEMM and asks cuBLASLt's heuristics for an algorithm, once per shape, so that every run on a device
-uses the same algorithm. `run` launches it on the current stream. No call synchronises, and memory is allocated only
-through torch, so runs can be captured in a CUDA graph. This module does not know what the GEMMs are for.
+`plan` describes a GEMM and chooses one of the algorithms that cuBLASLt's heuristics propose, once per shape, so that
+every run on a device uses the same algorithm. `run` launches it on the current stream. No call synchronises, and memory
+is allocated only through torch, so runs can be captured in a CUDA graph. This module does not know what the GEMMs are
+for.
 
 Matrices are dense and row-major, as in torch. cuBLASLt's are column-major, so it sees the transpose of each tensor and
 computes out^T = right^T left^T: its A is `right` and its B is `left`.
@@ -11,7 +12,7 @@ computes out^T = right^T left^T: its A is `right` and its B is `left`.
 from __future__ import annotations
 
 import ctypes
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from ctypes import byref
 from dataclasses import dataclass
 from functools import cache
@@ -26,7 +27,7 @@ class Attribute(NamedTuple):
     """An attribute of a GEMM."""
 
     number: int
-    kind: type[ctypes.c_uint32 | ctypes.c_int64 | ctypes.c_void_p]
+    kind: type[ctypes.c_int8 | ctypes.c_uint32 | ctypes.c_int64 | ctypes.c_void_p]
 
 
 # Constants of cublasLt.h and library_types.h, with their names there. Attributes: CUBLASLT_MATMUL_DESC_(name).
@@ -36,6 +37,7 @@ BIAS = Attribute(8, ctypes.c_void_p)  # BIAS_POINTER: one number per column of `
 AUX = Attribute(11, ctypes.c_void_p)  # EPILOGUE_AUX_POINTER: another tensor of the epilogue, shaped like `out`
 AUX_STRIDE = Attribute(12, ctypes.c_int64)  # EPILOGUE_AUX_LD: elements per row of this tensor
 SCALE_RIGHT, SCALE_LEFT = Attribute(17, ctypes.c_void_p), Attribute(18, ctypes.c_void_p)  # A_, B_SCALE_POINTER
+FAST = Attribute(25, ctypes.c_int8)  # FAST_ACCUM: 1 if sums of fp8 products may be less exact
 MODE_RIGHT, MODE_LEFT = Attribute(31, ctypes.c_uint32), Attribute(32, ctypes.c_uint32)  # A_, B_SCALE_MODE
 # Values of EPILOGUE: CUBLASLT_EPILOGUE_(name).
 GELU = 164  # GELU_AUX_BIAS: add BIAS, store the sum in AUX, and apply GELU
@@ -45,6 +47,7 @@ ROWS_OF_BLOCKS = 4  # VEC128_32F: one scale per 1 x 128 elements
 _TYPES = {torch.float32: 0, torch.float16: 2, torch.bfloat16: 14, torch.float8_e4m3fn: 28, torch.float8_e5m2: 29}
 _COMPUTE_FP32 = 68
 _WORKSPACE = 1  # attribute of a preference
+_TILE = 1  # attribute of an algorithm
 
 ADDRESS = 1 << 20
 """Value of an address in a plan. `run` sets the address, but cuBLASLt's heuristics require an aligned one."""
@@ -114,9 +117,17 @@ class PlannedGemm:
 
 
 def plan(
-    device: torch.device, attributes: Mapping[Attribute, int], left: Matrix, right: Matrix, out: Matrix, most: int
+    device: torch.device,
+    attributes: Mapping[Attribute, int],
+    left: Matrix,
+    right: Matrix,
+    out: Matrix,
+    *,
+    most: int,
+    tiles: Collection[int] = (),
 ) -> PlannedGemm | None:
-    """Choose the first algorithm of the heuristics, which propose at most `most`, or return None if they propose none.
+    """Choose an algorithm of the heuristics, which propose at most `most`, or return None if they propose none. The
+    algorithm is the first with one of these tiles (cublasLtMatmulTile_t), otherwise the first.
 
     left: [n, k]. right: [k, m], or [m, k] if transposed. out: [n, m]. A plan takes about a kilobyte of host memory,
     which is not freed. Errors: CublasError.
@@ -136,7 +147,19 @@ def plan(
     _check(library.cublasLtMatmulPreferenceDestroy(preference))
     if status or not proposed.value:
         return None
-    return PlannedGemm(description, *layouts, proposals[0].algorithm, proposals[0].workspace, proposed.value)
+    candidates = proposals[: proposed.value] if tiles else []
+    proposal = next((each for each in candidates if _tile(each.algorithm) in tiles), proposals[0])
+    return PlannedGemm(description, *layouts, proposal.algorithm, proposal.workspace, proposed.value)
+
+
+def _tile(algorithm: _Algorithm) -> int:
+    tile, size = ctypes.c_uint32(), ctypes.c_size_t()
+    _check(
+        _library().cublasLtMatmulAlgoConfigGetAttribute(
+            byref(algorithm), _TILE, byref(tile), ctypes.c_size_t(4), byref(size)
+        )
+    )
+    return tile.value
 
 
 def _layout(dtype: torch.dtype, rows: int, columns: int) -> ctypes.c_void_p:

@@ -5,8 +5,11 @@ from __future__ import annotations
 
 import torch
 
+from mega.core.device import is_hopper
+from mega.core.ops import cublaslt_fp8
 from mega.core.ops.fp8 import LIMITS, TINY, Cast
 from mega.core.ops.kernels.language import cdiv, jit, launch, tl
+from mega.core.ops.operand import Operand
 
 BLOCK, BLOCKS = 4096, 8
 """Elements per step, and steps per program, in the kernel that computes the largest magnitude."""
@@ -115,4 +118,8 @@ def multiply(
     fast: bool = False,
 ) -> torch.Tensor:
     """Implement `ops.fp8.multiply`. The device requires every dimension to be a multiple of 16."""
+    if fast and bias is None and is_hopper(a.device):
+        out = cublaslt_fp8.multiply(Operand(a, inverse_a), Operand(b, inverse_b), dtype)
+        if out is not None:
+            return out
     return torch._scaled_mm(a, b.t(), inverse_a, inverse_b, bias=bias, out_dtype=dtype, use_fast_accum=fast)
