@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import json
 import statistics
+import sys
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -22,7 +23,7 @@ import pytest
 
 from mega.core.config.resolve import overlaps_exchanges, records_graph, resolve
 from mega.core.config.run import Options, RunConfig, entries, updated, value_of
-from mega.core.estimate import cost
+from mega.core.estimate import cost, trace
 from mega.core.estimate.curves import Curves, built_in
 from mega.core.estimate.hardware import Hardware, hardware
 from mega.core.estimate.memory import memory
@@ -148,7 +149,24 @@ def kernels_of(row: Mapping[str, Any]) -> Iterator[None]:
             patch.setattr(WideMatmuls, "applies_slope", lambda *_: False)
             for module in (attention, heads):
                 patch.setattr(module, "joined", lambda *_: None)
+        _use(row.get("slopes"), row.get("activations"), row.get("hopper"))
         yield
+    _use(True, True, True)
+
+
+_used = [(True, True, True)]
+"""The kernels of which the estimator keeps results."""
+
+
+def _use(*kernels: object) -> None:
+    """Forget the results of other kernels."""
+    if kernels != _used[0]:
+        _used[0] = kernels
+        trace._TRACES.clear()
+        for name, module in list(sys.modules.items()):
+            if name.startswith("mega.core.estimate."):
+                for value in vars(module).values():
+                    getattr(value, "cache_clear", int)()
 
 
 @dataclass(frozen=True)

@@ -219,8 +219,6 @@ def test_a_search_says_what_it_replaces(capsys: pytest.CaptureFixture[str]) -> N
     assert not told.err and "--fp8" in told.out and "no fp8 products" not in told.out
     assert main(["memory-estimate", *words, "--gpu", "a100"]) == 0
     assert "--fp8: a100 has no fp8 products; timed as emulated in fp32" in capsys.readouterr().out
-    assert main(["memory-estimate", *words, "--fp8-scaling", "block", "--gpu", "h200"]) == 0
-    assert "--fp8-scaling block: GEMMs are timed as with one scale per tensor" in capsys.readouterr().out
 
 
 def test_a_late_host_is_told(capsys: pytest.CaptureFixture[str]) -> None:

@@ -34,6 +34,7 @@ def rows(name: str) -> list[Judged]:
         ("h200_bench", 16, 0.001, 0.006),
         ("h100", 12, 0.001, 0.010),
         ("h100_alone", 14, 0.002, 0.014),
+        ("h100_peers", 5, 0.001, 0.003),
     ],
 )
 def test_peaks(name: str, count: int, median: float, worst: float) -> None:
@@ -49,6 +50,7 @@ def test_peaks(name: str, count: int, median: float, worst: float) -> None:
         ("h200_bench", 23, 0.015, 0.042, 0.058),
         ("h100", 12, 0.015, 0.05, 0.058),
         ("h100_alone", 14, 0.023, 0.048, 0.068),
+        ("h100_peers", 5, 0.012, 0.05, 0.05),
     ],
 )
 def test_step_times(name: str, count: int, median: float, ninth: float, worst: float) -> None:

@@ -78,7 +78,7 @@ class OperationLog:
             return
         if name in GEMMS:
             first = GEMMS[name]
-            self.operations.append(_gemm(args[first], args[first + 1], out))
+            self.operations.append(_gemm(args[first], args[first + 1], out, blocks=name == "_scaled_mm_v2"))
         elif name in CUDNN:
             self._cudnn(args, backward=name == CUDNN[1])
         else:
@@ -98,8 +98,8 @@ class OperationLog:
         moved = _moved(name, arguments, None) if name in ADDED_ROWS else sum(map(_bytes, arguments))
         self.operations.append(ElementwiseWork(name, moved))
 
-    def gemm(self, a: torch.Tensor, b: torch.Tensor, out: torch.Tensor) -> None:
-        self.operations.append(_gemm(a, b, out))
+    def gemm(self, a: torch.Tensor, b: torch.Tensor, out: torch.Tensor, *, blocks: bool) -> None:
+        self.operations.append(_gemm(a, b, out, blocks=blocks))
 
     def attention(self, kernel: str, q: torch.Tensor, k: torch.Tensor, mask: AttentionMask, *, backward: bool) -> None:
         (b, s, heads, d), t = q.shape, k.shape[1]
@@ -124,15 +124,17 @@ class OperationLog:
         self.operations.append(Received(exchange, blocks))
 
 
-def _gemm(a: torch.Tensor, b: torch.Tensor, out: torch.Tensor) -> Gemm:
+def _gemm(a: torch.Tensor, b: torch.Tensor, out: torch.Tensor, *, blocks: bool) -> Gemm:
     """Describe the product [.., m, k] x [.., k, n]. The strides show which factor is transposed, and so determine the
-    layout."""
+    layout. In fp8, every second factor is transposed, and only gradients with one scale per tensor are in e5m2."""
     (m, k), n = a.shape[-2:], b.shape[-1]
     layout = "wgrad" if _is_transposed(a) else "forward" if _is_transposed(b) else "dgrad"
     fp8 = a.element_size() == 1
     if fp8 and out.dtype == torch.float32:
         layout = "wgrad"
-    dtype = "fp8" if fp8 else DTYPES[a.dtype]
+    elif a.dtype == torch.float8_e5m2:
+        layout = "dgrad"
+    dtype = ("fp8 blocks" if blocks else "fp8") if fp8 else DTYPES[a.dtype]
     bytes_moved = a.nbytes + b.nbytes + out.nbytes
     return Gemm(*(_measured_as(m, k, n, layout)), layout, dtype, bytes_moved, a.shape[0] if a.ndim == 3 else 1)
 

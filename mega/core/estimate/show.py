@@ -257,8 +257,6 @@ def notes(run: RunConfig, world: int, memory: Memory, device: Hardware | None, m
             yield f"{device.name}: host-bound: devices wait {step.waiting:.0%} of the passes for launches{graph_note}"
         if run.precision.fp8 and "fp8" not in device.peak:
             yield f"--fp8: {device.name} has no fp8 products; timed as emulated in fp32, wide copies not counted"
-        elif run.precision.fp8 and run.precision.fp8_scaling == "block":
-            yield "--fp8-scaling block: GEMMs are timed as with one scale per tensor; in blocks they take longer"
     if megatron and not run.model.experts:  # Megatron-LM's formula is valid only for dense models
         yield from _megatron_says(run, world)
 

@@ -39,12 +39,12 @@ def accumulate(total: torch.Tensor, a: Operand, b: Operand, *, overwrite: bool) 
     a [m, k], b [n, k]: operands with one scale per tensor, or in rows of 1 x 128. The device requires m, n and k to be
     multiples of 16.
     """
+    blocks = a.inverse.dim() > 0
     if total.is_meta:
-        observe.gemm(a.narrow, b.narrow.t(), total)
+        observe.gemm(a.narrow, b.narrow.t(), total, blocks=blocks)
         if not overwrite:
             observe.kernel("read of a main_grad", (total,))
         return True
-    blocks = a.inverse.dim() > 0
     applies = total.dtype == torch.float32 and _applies(total, a.narrow, b.narrow)
     if not applies or not _trusted(total.device, a.narrow.dtype, blocks):
         return False

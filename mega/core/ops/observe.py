@@ -23,8 +23,8 @@ class Observer(Protocol):
     def kernel(self, name: str, arguments: Sequence[object]) -> None:
         """Record a kernel launch with these arguments, including tensors."""
 
-    def gemm(self, a: torch.Tensor, b: torch.Tensor, out: torch.Tensor) -> None:
-        """Record a GEMM a [m, k] b [k, n] whose result is written to `out`."""
+    def gemm(self, a: torch.Tensor, b: torch.Tensor, out: torch.Tensor, *, blocks: bool) -> None:
+        """Record a GEMM a [m, k] b [k, n] whose result is written to `out`. blocks: whether scales belong to blocks."""
 
     def attention(self, kernel: str, q: torch.Tensor, k: torch.Tensor, mask: AttentionMask, *, backward: bool) -> None:
         """Record an attention call with q [b, s, heads, d] and k [b, t, kv_heads, d]. kernel: "ours" (Triton) or
@@ -59,9 +59,9 @@ def kernel(name: str, arguments: Sequence[object]) -> None:
         observer.kernel(name, arguments)
 
 
-def gemm(a: torch.Tensor, b: torch.Tensor, out: torch.Tensor) -> None:
+def gemm(a: torch.Tensor, b: torch.Tensor, out: torch.Tensor, *, blocks: bool = False) -> None:
     for observer in _observers:
-        observer.gemm(a, b, out)
+        observer.gemm(a, b, out, blocks=blocks)
 
 
 def attention(name: str, q: torch.Tensor, k: torch.Tensor, mask: AttentionMask, *, backward: bool = False) -> None:

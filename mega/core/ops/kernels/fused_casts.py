@@ -149,10 +149,10 @@ def _heads_largest(
 @jit
 def _heads_cast(
     grad_at, cos_at, sin_at, rows_at, columns_at, largest_at, inverse_at, tokens, token_stride, head_stride, wide,
-    begin, limit, tiny,
+    limit, tiny,
     HALF: tl.constexpr, TURNED: tl.constexpr, TOKENS: tl.constexpr, HEADS: tl.constexpr, MAXIMA: tl.constexpr,
 ):  # fmt: skip
-    """Cast the gradient of q, k or v, which begins at column `begin` of the fused gradient [tokens, wide]."""
+    """Cast the gradient of q, k or v to its columns of the fused gradient [tokens, wide], where rows_at begins."""
     token = tl.program_id(0) * TOKENS + tl.arange(0, TOKENS)
     cos, sin = _angles(cos_at, sin_at, token, tokens, HALF, TURNED)
     largest = read_largest(largest_at, tiny, MAXIMA)
@@ -161,7 +161,7 @@ def _heads_cast(
         head = tl.program_id(1) * HEADS + number
         first, second = _halves(grad_at + head * head_stride, token, tokens, token_stride, cos, sin, HALF, TURNED)
         first, second = first * factor, second * factor
-        column = begin + head * (2 * HALF) + tl.arange(0, HALF)
+        column = head * (2 * HALF) + tl.arange(0, HALF)
         mask = (token < tokens)[:, None] & (column < wide)[None, :]
         _store(first, first, token, column, mask, tokens, wide, rows_at, columns_at)
         _store(second, second, token, column + HALF, mask, tokens, wide, rows_at, columns_at)
@@ -189,15 +189,15 @@ def _column_factor(top, row_block, column, wide, scales_at, LIMIT: tl.constexpr,
 @jit
 def _heads_cast_blocks(
     grad_at, cos_at, sin_at, rows_at, columns_at, row_scales_at, column_scales_at, tokens, token_stride, head_stride,
-    wide, first_head,
+    wide,
     HALF: tl.constexpr, TURNED: tl.constexpr, TOKENS: tl.constexpr, LIMIT: tl.constexpr, TINY: tl.constexpr,
 ):  # fmt: skip
-    """Cast the gradient of q, k or v, whose heads are blocks of the fused gradient [tokens, wide]."""
-    token_block, head = tl.program_id(0), first_head + tl.program_id(1)
+    """Cast the gradient of q, k or v, whose heads are blocks of the fused gradient [tokens, wide]. Elements and scales
+    are stored from where rows_at, columns_at and their scales begin."""
+    token_block, head = tl.program_id(0), tl.program_id(1)
     token = token_block * TOKENS + tl.arange(0, TOKENS)
     cos, sin = _angles(cos_at, sin_at, token, tokens, HALF, TURNED)
-    head_at = grad_at + tl.program_id(1) * head_stride
-    first, second = _halves(head_at, token, tokens, token_stride, cos, sin, HALF, TURNED)
+    first, second = _halves(grad_at + head * head_stride, token, tokens, token_stride, cos, sin, HALF, TURNED)
     top = tl.maximum(tl.max(tl.abs(first), 1), tl.max(tl.abs(second), 1))
     by_rows = _row_factor(top, token, head, tokens, row_scales_at, LIMIT, TINY)
     column = head * (2 * HALF) + tl.arange(0, HALF)
@@ -216,8 +216,9 @@ def heads_gradient(
     (tokens, _, width), half = q.shape, cos.shape[1]
     if 2 * half != width or half != next_power_of_2(half):
         return None
-    columns = width * sum(grad.shape[1] for grad in (q, k, v))
-    largest, cast = new_largest(q.device), new_cast(tokens, columns, BACKWARD, q.device)
+    wide = width * sum(grad.shape[1] for grad in (q, k, v))
+    largest, cast = new_largest(q.device), new_cast(tokens, wide, BACKWARD, q.device)
+    rows, columns = cast.by_rows.narrow, cast.by_columns.narrow
     for grad in (q, k, v):
         shared = gcd(grad.shape[1], HEADS)
         launch(
@@ -225,16 +226,16 @@ def heads_gradient(
             grad, cos, sin, largest, tokens, grad.stride(0), grad.stride(1),
             HALF=half, TURNED=grad is not v, TOKENS=TOKENS, HEADS=shared, MAXIMA=MAXIMA, num_warps=HEAD_WARPS,
         )  # fmt: skip
-    begin = 0
+    end = 0
     for grad in (q, k, v):
         shared = gcd(grad.shape[1], HEADS)
+        begin, end = end, end + grad.shape[1] * width
         launch(
             _heads_cast, (cdiv(tokens, TOKENS), grad.shape[1] // shared),
-            grad, cos, sin, cast.rows, cast.columns, largest, cast.inverse, tokens,
-            grad.stride(0), grad.stride(1), columns, begin, LIMITS[BACKWARD], TINY,
+            grad, cos, sin, rows[:, begin:end], columns[begin:end], largest, cast.inverse, tokens,
+            grad.stride(0), grad.stride(1), wide, LIMITS[BACKWARD], TINY,
             HALF=half, TURNED=grad is not v, TOKENS=TOKENS, HEADS=shared, MAXIMA=MAXIMA, num_warps=HEAD_WARPS,
         )  # fmt: skip
-        begin += grad.shape[1] * width
     return cast
 
 
@@ -247,15 +248,17 @@ def heads_gradient_blocks(
         return None
     total = width * sum(grad.shape[1] for grad in (q, k, v))
     rows, columns = new_rows(q, tokens, total), new_rows(q, total, tokens)
-    first = 0
+    last = 0
     for grad in (q, k, v):
+        first, last = last, last + grad.shape[1]
+        begin, end = first * width, last * width
         launch(
             _heads_cast_blocks, (cdiv(tokens, BLOCK), grad.shape[1]),
-            grad, cos, sin, rows.narrow, columns.narrow, rows.inverse, columns.inverse,
-            tokens, grad.stride(0), grad.stride(1), total, first,
+            grad, cos, sin, rows.narrow[:, begin:end], columns.narrow[begin:end],
+            rows.inverse[:, first:last], columns.inverse[begin:end],
+            tokens, grad.stride(0), grad.stride(1), total,
             HALF=half, TURNED=grad is not v, TOKENS=BLOCK, LIMIT=LIMIT, TINY=TINY, num_warps=BLOCK_WARPS,
         )  # fmt: skip
-        first += grad.shape[1]
     return BlockCast(rows, columns)
 
 
