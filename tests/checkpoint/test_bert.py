@@ -29,6 +29,7 @@ SIZES: dict[str, Any] = {
     "max_position_embeddings": 40,
     "type_vocab_size": 3,
 }
+RUN = {"vocab": 97, "micro_batch": 1, "steps": 1, "lr": 0.1}
 KINDS = [
     # (class, head, binary_head, placement, more)
     ("BertForPreTraining", "lm", True, "post", {}),
@@ -119,9 +120,34 @@ def test_a_config_of_our_own(tmp_path: Path, capsys: pytest.CaptureFixture[str])
 
 @pytest.mark.parametrize("activation", ["relu", "swiglu"])
 def test_an_activation_that_theirs_does_not_have_is_refused(activation: str) -> None:
-    run = resolve(
-        compose("tiny-bert", flags={"vocab": 97, "micro_batch": 1, "steps": 1, "lr": 0.1, "activation": activation}), 1
-    )
+    run = resolve(compose("tiny-bert", flags={**RUN, "activation": activation}), 1)
     assert bert.losses(run.model) == ()
     with pytest.raises(CheckpointError, match=f"activation {activation}: Hugging Face's BERT has only"):
         bert.config_from_model(run.model, "float32")
+
+
+@pytest.mark.parametrize(
+    ("kind", "names"),
+    [
+        ("bert", ("bert.pooler.dense.weight", "cls.seq_relationship.weight")),
+        ("bert", ("bert.encoder.layer.0.x", "classifier.weight")),
+        ("bert", ("qa_outputs.weight",)),
+        ("roberta", ("roberta.encoder.layer.0.x", "classifier.weight")),
+    ],
+)
+def test_a_head_that_is_not_read_is_named(kind: str, names: tuple[str, ...]) -> None:
+    """Of pairs alone, of each token, of spans."""
+    config = {"model_type": kind, "architectures": ["ItsClass"], "pad_token_id": 1, **SIZES}
+    with pytest.raises(CheckpointError, match="ItsClass: its head is not read; valid: ForPreTraining, ForMaskedLM"):
+        model_from_config(config, "config.json", names)
+
+
+@pytest.mark.parametrize("target", ["gguf", "meta"])
+def test_a_model_that_is_no_decoder_is_refused_by_its_family(target: str) -> None:
+    from mega.core.checkpoint.forms.gguf.families import metadata_of_model
+    from mega.core.checkpoint.forms.meta import params_from_model
+
+    for family in ("bert", "t5"):
+        model = resolve(compose(f"tiny-{family}", flags=RUN), 1).model
+        with pytest.raises(CheckpointError, match=f"family {family}: .* Llama is a left-to-right decoder"):
+            (metadata_of_model if target == "gguf" else params_from_model)(model)

@@ -204,6 +204,11 @@ def _heads(config: Mapping[str, Json], where: str, names: Collection[str]) -> _H
         )
     if classes and kind.offset and names and pooled:
         raise CheckpointError(f"{where}: {architecture}: only RobertaForSequenceClassification's head is read")
+    of_pairs_alone = _any(names, "cls.seq_relationship.") and not words
+    of_tokens = classes and not (_any(names, "classifier.dense.") if kind.offset else pooled)
+    if names and (of_pairs_alone or of_tokens or _any(names, "qa_outputs.")):
+        readable = ("ForPreTraining", "ForMaskedLM", "ForSequenceClassification", "ForMultipleChoice", "Model")
+        raise CheckpointError(f"{where}: {architecture}: its head is not read; valid: {', '.join(readable)}")
     if classes and architecture.endswith("ForMultipleChoice"):
         return {"head": "choice", "classes": 4}
     if classes:

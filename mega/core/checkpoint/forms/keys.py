@@ -81,6 +81,13 @@ def check_round_trip(model: ModelConfig, read: ModelConfig, whose: str, unsuppor
         raise CheckpointError(f"family {model.family}: {whose} has only {read.family}")
 
 
+def check_decoder(model: ModelConfig, whose: str) -> None:
+    """Check that a model is a left-to-right language model, as all models of a format are. whose: the format's name in
+    error messages. Errors: CheckpointError."""
+    if not all(stack.layers[0].attention.causal for stack in architecture(model).stacks):
+        raise CheckpointError(f"family {model.family}: {whose} is a left-to-right decoder")
+
+
 def check_known(config: Mapping[str, object], known: Collection[str], where: str) -> None:
     """Check that all keys of a config.json are known. Errors: CheckpointError naming the file `where` and a key that
     has a value but is not in `known`."""

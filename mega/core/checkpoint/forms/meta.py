@@ -22,7 +22,7 @@ from mega.core.architecture.layer import Rope, RopeScaling
 from mega.core.checkpoint.forms.companions import copy_companions
 from mega.core.checkpoint.forms.foreign import TorchSource, check_ranks_differ, flat_tensors, inside, read_json
 from mega.core.checkpoint.forms.form import Export, ExportSource, FormOptions, OpenedForm
-from mega.core.checkpoint.forms.keys import check_round_trip, number_in, translated, whole_in
+from mega.core.checkpoint.forms.keys import check_decoder, check_round_trip, number_in, translated, whole_in
 from mega.core.checkpoint.forms.mapping import (
     Fragment,
     Source,
@@ -280,6 +280,7 @@ def export(own: ExportSource, to: str, options: FormOptions) -> Export:
 def params_from_model(options: ModelConfig) -> dict[str, Json]:
     """Return the content of params.json. Errors: CheckpointError naming an option that Meta's Llama does not
     support."""
+    check_decoder(options, "Meta's Llama")
     model = architecture(options)
     attention, ffn = model.block.attention, model.block.feed_forward.width
     params = {

@@ -14,7 +14,7 @@ from typing import Any
 
 from mega.core.architecture import Tensor, architecture, inventory
 from mega.core.checkpoint.forms.families.keys import COMMON, Key
-from mega.core.checkpoint.forms.keys import check_known, check_round_trip
+from mega.core.checkpoint.forms.keys import check_decoder, check_known, check_round_trip
 from mega.core.checkpoint.forms.mapping import Fragment, Span, Table, Target, whole
 from mega.core.checkpoint.own.pieces import CheckpointError
 from mega.core.config.sections import ModelConfig
@@ -108,6 +108,7 @@ class HubFamily:
 
         Errors: CheckpointError naming an option that the family does not support.
         """
+        check_decoder(options, self.words)
         config: dict[str, Json] = {"architectures": [self.architecture], "model_type": self.model_type}
         for name, key in self.keys.items():
             config |= key.write(options, name)
