@@ -279,11 +279,14 @@ def test_what_peft_would_compute_otherwise_is_refused(
     for change, words in (
         ({"alpha_pattern": {"q_proj": 24}}, "q_proj has a scale of 8, others 4"),
         ({"init_lora_weights": "pissa_niter_4"}, "init_lora_weights 'pissa_niter_4'"),
+        ({"use_mora": True}, "use_mora True: is not a known key"),
+        ({"velora_config": {"rank": 1}}, "velora_config {'rank': 1} (valid: None)"),
     ):
         file.write_text(json.dumps(config | change))
         assert main([*read, str(tmp_path / "x")]) == 2
         assert words in capsys.readouterr().err
-    file.write_text(json.dumps(config | {"alpha_pattern": {"q_proj": 12}, "init_lora_weights": "gaussian"}))
+    same = {"alpha_pattern": {"q_proj": 12}, "init_lora_weights": "gaussian", "use_mora": False}
+    file.write_text(json.dumps(config | same | {"exclude_modules": ["embed_tokens"]}))
     assert main([*read, str(tmp_path / "back")]) == 0
 
 

@@ -52,10 +52,21 @@ NOTHING: tuple[Json, ...] = (None, False, [], {}, "none")
 UNKNOWN = (
     *("bias", "modules_to_save", "use_dora", "use_qalora", "lora_bias", "layer_replication", "layers_to_transform"),
     *("trainable_token_indices", "target_parameters", "alora_invocation_tokens", "use_bdlora", "arrow_config"),
-    *("exclude_modules", "kasa_config", "monteclora_config"),
+    *("kasa_config", "monteclora_config", "velora_config"),
 )
 """Keys of adapter_config.json for variants of adapters that are not supported, such as DoRA or adapters in only some
 blocks. Adapters that set these keys are refused."""
+READ = (
+    *("peft_type", "init_lora_weights", "r", "rank_pattern", "alpha_pattern", "lora_alpha", "use_rslora"),
+    "lora_dropout",
+)
+WITHOUT_EFFECT = (
+    *("base_model_name_or_path", "task_type", "auto_mapping", "peft_version", "revision", "inference_mode"),
+    *("target_modules", "exclude_modules", "layers_pattern", "fan_in_fan_out", "runtime_config", "ensure_weight_tying"),
+    *("loftq_config", "eva_config", "corda_config", "lora_ga_config", "qalora_group_size"),
+    *("megatron_config", "megatron_core"),
+)
+"""Keys without an effect on stored adapters, such as those that name the linears: the names of the tensors do."""
 BEGINNINGS = (True, False, None, "gaussian", "orthogonal", "eva", "mica")
 """Values of `init_lora_weights` for which the base's weights are unchanged. For other values, peft subtracts the
 initial adapter from these weights each time it opens the adapter."""
@@ -247,6 +258,10 @@ def _ours(
     only(config, "peft_type", ("LORA",), config_path)
     for key in UNKNOWN:
         only(config, key, NOTHING, config_path)
+    for key, value in config.items():
+        if key not in (*READ, *WITHOUT_EFFECT, *UNKNOWN) and value not in NOTHING:
+            rule = "is not a known key; take it out if it changes nothing of what the adapter computes"
+            raise CheckpointError(f"{config_path}: {key} {value!r:.60}: {rule}")
     only(config, "init_lora_weights", BEGINNINGS, config_path)
     rank = whole_in(config, "r", config_path)
     ranks, alphas = below(config, "rank_pattern"), below(config, "alpha_pattern")
