@@ -47,6 +47,17 @@ def test_a_difference_is_named(tmp_path: Path) -> None:
         read_back(load, tmp_path / "run")
 
 
+def test_a_form_without_predictors_is_read_back(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """Layers that predict tokens after the next are left out of it."""
+    run = ["pretrain", "--model", "tiny-llama", "--vocab", "97", "--mtp-layers", "1", "--mock-data", "--device", "cpu"]
+    train = ["--steps", "1", "--lr", "1e-3", "--micro-batch", "1", "--eval-iters", "0", "--save-interval", "1"]
+    assert main([*run, *train, "--save", str(tmp_path / "run")]) == 0
+    line = ["convert-llama", "--load-dir", str(tmp_path / "run"), "--save-dir", str(tmp_path / "meta"), "--to", "meta"]
+    assert main([*line, "--verify"]) == 0
+    printed = capsys.readouterr()
+    assert "read back: all 21 tensors" in printed.out and "mtp_layers 1: a Meta folder has none" in printed.err
+
+
 def test_what_is_written_is_read_back(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     convert(FORMS["meta"].make(tmp_path / "source"), tmp_path / "run", layout=Layout(2, 1))
     command = [

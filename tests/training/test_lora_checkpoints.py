@@ -76,6 +76,23 @@ def test_merged_into_its_base(places: tuple[Path, Path], tmp_path: Path) -> None
     torch.testing.assert_close(of_run(back), with_adapters, rtol=1e-5, atol=1e-5)
 
 
+def test_exports_are_read_back(places: tuple[Path, Path], tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """Merged weights in other forms, which have no place for the adapters' moments, and adapters in peft's."""
+    base, tuned = places
+
+    def verified(verb: str, load: Path, save: str, *flags: str) -> None:
+        assert main([verb, "--load-dir", str(load), "--save-dir", str(tmp_path / save), *flags, "--verify"]) == 0
+        assert "read back: all" in capsys.readouterr().out
+
+    verified("reshard", tuned, "megatron", "--saver", "megatron")
+    verified("reshard", tmp_path / "megatron", "back")
+    torch.testing.assert_close(of_run(tmp_path / "back"), of_run(tuned), rtol=1e-5, atol=1e-5)
+    if base.parent.name.startswith("llama"):
+        verified("convert-llama", tuned, "meta", "--to", "meta")
+    verified("convert-llama", tuned, "peft", "--to", "peft", "--base", str(base))
+    verified("convert-llama", tmp_path / "peft", "again", "--base", str(base))
+
+
 def test_both_moved_elsewhere(tmp_path: Path) -> None:
     """As copied from a cluster: the base's path is no more, but it lies to the adapters as it did."""
     runs, copies = tmp_path / "cluster" / "runs", tmp_path / "laptop"

@@ -220,13 +220,10 @@ def _plain_state(
 
 def _export(load: Path, save: Path, to: str, options: FormOptions, named: Path) -> ConversionReport:
     """Export a mega checkpoint to a folder at `save`. named: the name of `load` in messages."""
-    exported, form = opened_own(load, merged=to != "peft"), writer_of(to)
-    losses: tuple[str, ...] = ()
-    if exported.model.mtp_layers and not form.ahead:
-        losses = (f"mtp_layers {exported.model.mtp_layers}: {form.words} has none; it is the model without them",)
-        exported = dataclasses.replace(
-            exported, model=dataclasses.replace(exported.model, mtp_layers=0), source=_WithoutPredictors(exported)
-        )
+    form = writer_of(to)
+    exported, losses = export_source(load, form)
+    if named_base(exported.checkpoint) is not None:  # the optimizer state of adapters has no place in merged weights
+        options = dataclasses.replace(options, optimizer=False)
     with naming(f"--load-dir {named}"):  # errors name this checkpoint, not a flag of the command
         export = form.export(exported, to, options)
     source, table = _FiniteSource(export.source or exported.source, named), inverted(export.table)
@@ -236,6 +233,18 @@ def _export(load: Path, save: Path, to: str, options: FormOptions, named: Path) 
     return ConversionReport(
         len(table.targets), table.elements, bytes_written, save, export.notes, (*losses, *export.losses)
     )
+
+
+def export_source(load: Path, form: Form) -> tuple[ExportSource, tuple[str, ...]]:
+    """Return (the part of the mega checkpoint at `load` that a format can store, messages about the rest). Adapters are
+    merged, except in the format of peft."""
+    exported = opened_own(load, merged=form.name != "peft")
+    count = exported.model.mtp_layers
+    if not count or form.ahead:
+        return exported, ()
+    model = dataclasses.replace(exported.model, mtp_layers=0)
+    exported = dataclasses.replace(exported, model=model, source=_WithoutPredictors(exported))
+    return exported, (f"mtp_layers {count}: {form.words} has none; it is the model without them",)
 
 
 class _WithoutPredictors:

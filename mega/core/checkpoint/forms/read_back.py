@@ -16,15 +16,17 @@ from typing import NamedTuple
 
 import torch
 
+from mega.core.checkpoint.forms.convert import export_source
 from mega.core.checkpoint.forms.form import OWN, FormOptions, OpenedForm
-from mega.core.checkpoint.forms.mapping import Target, assemble, check_copies, prove
+from mega.core.checkpoint.forms.mapping import Source, Target, assemble, check_copies, prove
+from mega.core.checkpoint.forms.open import open_base
 from mega.core.checkpoint.forms.recognise import form_at
 from mega.core.checkpoint.own.container import blocks
 from mega.core.checkpoint.own.layout import ONE
 from mega.core.checkpoint.own.model import model_of
 from mega.core.checkpoint.own.pieces import CheckpointError, whole_box
-from mega.core.checkpoint.own.source import read_part
-from mega.core.checkpoint.own.store import Checkpoint, locate
+from mega.core.checkpoint.own.source import OwnSource
+from mega.core.checkpoint.own.store import locate
 
 
 @dataclass(frozen=True)
@@ -58,13 +60,21 @@ def read_back(one: Path, other: Path, heads: int | None = None) -> ReadBack:
     heads: as in `FormOptions`. Errors: CheckpointError naming the first tensor that differs.
     """
     own_path, foreign = (one, other) if form_at(one) is OWN else (other, one)
-    checkpoint = locate(own_path)
+    checkpoint, form = locate(own_path), form_at(foreign)
+    base = open_base(checkpoint, None)
     vocab = model_of(checkpoint.meta, str(checkpoint.path)).vocab
-    state = any(name.startswith("moment1/") for name in checkpoint.tensors)
-    foreign_weights = form_at(foreign).open(foreign, FormOptions(layout=ONE, vocab=vocab, heads=heads, optimizer=state))
+    state = base is None and any(name.startswith("moment1/") for name in checkpoint.tensors)
+    options = FormOptions(
+        layout=ONE, vocab=vocab, heads=heads, optimizer=state, base=None if base is None else base.path
+    )
+    foreign_weights = form.open(foreign, options)
     if own_path == other:  # values read from the file already have the file's precision
         foreign_weights = replace(foreign_weights, rounded=None, bounds=None)
-    return compare(foreign_weights, checkpoint)
+    kinds = {target.name.partition("/")[0] for target in foreign_weights.table.targets}
+    own_source = (
+        export_source(own_path, form)[0].source if kinds == {"weights"} else OwnSource(checkpoint, tuple(kinds))
+    )
+    return compare(foreign_weights, own_source)
 
 
 def check_comparable(load: Path, to_ours: bool) -> None:
@@ -75,17 +85,16 @@ def check_comparable(load: Path, to_ours: bool) -> None:
         raise ValueError(f"--verify: {load}: exactly one of source and target must be a mega checkpoint{other}")
 
 
-def compare(opened: OpenedForm, checkpoint: Checkpoint) -> ReadBack:
-    """Check the table, then compare every tensor of `checkpoint` with the tensor of the other format, in blocks."""
+def compare(opened: OpenedForm, own: Source) -> ReadBack:
+    """Check the table, then compare every tensor of a mega checkpoint with the tensor of the other format, in
+    blocks."""
     source, table = opened.source, opened.table
     prove(table, source.tensors)
     check_copies(table, source)
     tensors = table.tensors(source.tensors)
-    kinds = {name.partition("/")[0] for name in tensors}
-    names = {name for name in checkpoint.tensors if name.partition("/")[0] in kinds}
-    if unmatched := names ^ tensors.keys():
+    if unmatched := own.tensors.keys() ^ tensors.keys():
         raise CheckpointError(f"--verify: {min(unmatched)}: is in one of the two only")
-    found = [_compared(target, tensors[target.name], opened, checkpoint) for target in table.targets]
+    found = [_compared(target, tensors[target.name], opened, own) for target in table.targets]
     quantised = [each for each in found if each.difference]
     difference, total = (sum(each[n] for each in quantised) for n in (1, 2))
     error = math.sqrt(difference / total) if quantised else 0.0
@@ -101,18 +110,16 @@ class _Found(NamedTuple):
     total: float = 0.0
 
 
-def _compared(
-    target: Target, expected: tuple[tuple[int, ...], torch.dtype], opened: OpenedForm, checkpoint: Checkpoint
-) -> _Found:
+def _compared(target: Target, expected: tuple[tuple[int, ...], torch.dtype], opened: OpenedForm, own: Source) -> _Found:
     """Compare a tensor block by block. Errors: CheckpointError if the tensor differs by more than the precision of
     the other format."""
     name, origin = target.name, target.fragments[0].source
     shape, dtype = expected
-    if checkpoint.tensors[name] != expected and (opened.rounded is None or checkpoint.tensors[name][0] != shape):
-        raise CheckpointError(f"--verify: {name}: is {checkpoint.tensors[name]}, not {expected}")
+    if own.tensors[name] != expected and (opened.rounded is None or own.tensors[name][0] != shape):
+        raise CheckpointError(f"--verify: {name}: is {own.tensors[name]}, not {expected}")
     rounded, difference, total = False, 0.0, 0.0
     for box in blocks(whole_box(shape), dtype.itemsize):
-        values, other = read_part(checkpoint, name, box), assemble(target, box, opened.source).contiguous()
+        values, other = own.read(name, box), assemble(target, box, opened.source).contiguous()
         if opened.bounds is not None:
             error = (values.double() - other.double()).abs()
             if not (error <= assemble(target, box, opened.bounds)).all():

@@ -129,7 +129,8 @@ def export(own: ExportSource, to: str, options: FormOptions) -> Export:
         return length
 
     combined = joined([weights, *(state_table(weights, kind) for kind in metadata.kinds)])
-    return Export(combined, fill, OwnSource(own.checkpoint, ("weights", *metadata.kinds)), notes=metadata.notes)
+    tensors = OwnSource(own.checkpoint, ("weights", *metadata.kinds)) if metadata.kinds else own.source
+    return Export(combined, fill, tensors, notes=metadata.notes)
 
 
 def _stacked(metadata: TreeMetadata) -> bool:

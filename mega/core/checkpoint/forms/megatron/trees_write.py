@@ -210,7 +210,8 @@ def export(own: ExportSource, to: str, options: FormOptions) -> Export:
         return bytes_written
 
     combined = joined([weights, *(state_table(weights, kind) for kind in metadata.kinds)])
-    return Export(combined, fill, OwnSource(own.checkpoint, ("weights", *metadata.kinds)), notes=metadata.notes)
+    tensors = OwnSource(own.checkpoint, ("weights", *metadata.kinds)) if metadata.kinds else own.source
+    return Export(combined, fill, tensors, notes=metadata.notes)
 
 
 def _write_rank(
