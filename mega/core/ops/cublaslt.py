@@ -92,6 +92,16 @@ class PlannedGemm:
     proposed: int
     """Number of algorithms that cuBLASLt's heuristics proposed."""
 
+    @property
+    def tile(self) -> int:
+        """The tile of the algorithm: a value of cublasLtMatmulTile_t."""
+        tile, size = ctypes.c_uint32(), ctypes.c_size_t()
+        algorithm, bytes_of_tile = byref(self.algorithm), ctypes.c_size_t(4)
+        _check(
+            _library().cublasLtMatmulAlgoConfigGetAttribute(algorithm, _TILE, byref(tile), bytes_of_tile, byref(size))
+        )
+        return tile.value
+
     def run(
         self,
         left: torch.Tensor,
@@ -116,21 +126,13 @@ class PlannedGemm:
         )  # fmt: skip
 
 
-def plan(
-    device: torch.device,
-    attributes: Mapping[Attribute, int],
-    left: Matrix,
-    right: Matrix,
-    out: Matrix,
-    *,
-    most: int,
-    tiles: Collection[int] = (),
-) -> PlannedGemm | None:
-    """Choose an algorithm of the heuristics, which propose at most `most`, or return None if they propose none. The
-    algorithm is the first with one of these tiles (cublasLtMatmulTile_t), otherwise the first.
+def propose(
+    device: torch.device, attributes: Mapping[Attribute, int], left: Matrix, right: Matrix, out: Matrix, *, most: int
+) -> list[PlannedGemm]:
+    """Return a GEMM with each of the algorithms that the heuristics propose, at most `most`, best first.
 
-    left: [n, k]. right: [k, m], or [m, k] if transposed. out: [n, m]. A plan takes about a kilobyte of host memory,
-    which is not freed. Errors: CublasError.
+    left: [n, k]. right: [k, m], or [m, k] if transposed. out: [n, m]. The description takes about a kilobyte of host
+    memory, which is not freed. Errors: CublasError.
     """
     library, description, preference, proposed = _library(), ctypes.c_void_p(), ctypes.c_void_p(), ctypes.c_int()
     _check(library.cublasLtMatmulDescCreate(byref(description), _COMPUTE_FP32, _TYPES[torch.float32]))
@@ -145,21 +147,27 @@ def plan(
         _handle(device), description, *layouts, layouts[-1], preference, most, proposals, byref(proposed)
     )
     _check(library.cublasLtMatmulPreferenceDestroy(preference))
-    if status or not proposed.value:
-        return None
-    candidates = proposals[: proposed.value] if tiles else []
-    proposal = next((each for each in candidates if _tile(each.algorithm) in tiles), proposals[0])
-    return PlannedGemm(description, *layouts, proposal.algorithm, proposal.workspace, proposed.value)
+    count = 0 if status else proposed.value
+    return [
+        PlannedGemm(description, *layouts, proposal.algorithm, proposal.workspace, count)
+        for proposal in proposals[:count]
+    ]
 
 
-def _tile(algorithm: _Algorithm) -> int:
-    tile, size = ctypes.c_uint32(), ctypes.c_size_t()
-    _check(
-        _library().cublasLtMatmulAlgoConfigGetAttribute(
-            byref(algorithm), _TILE, byref(tile), ctypes.c_size_t(4), byref(size)
-        )
-    )
-    return tile.value
+def plan(
+    device: torch.device,
+    attributes: Mapping[Attribute, int],
+    left: Matrix,
+    right: Matrix,
+    out: Matrix,
+    *,
+    most: int,
+    tiles: Collection[int] = (),
+) -> PlannedGemm | None:
+    """Return the first GEMM from `propose` with one of these tiles, otherwise the first, or None if there is none."""
+    gemms = propose(device, attributes, left, right, out, most=most)
+    suitable = (gemm for gemm in gemms if tiles and gemm.tile in tiles)
+    return next(suitable, gemms[0] if gemms else None)
 
 
 def _layout(dtype: torch.dtype, rows: int, columns: int) -> ctypes.c_void_p:
