@@ -173,10 +173,16 @@ def test_more_tokens_than_a_second_dimension_of_a_grid_holds() -> None:
 
 
 @pytest.mark.parametrize(
-    "heads_, kv_heads, width, turned", [(4, 4, 64, 0), (4, 2, 64, 64), (2, 2, 96, 96), (2, 1, 96, 24)]
+    "heads_, kv_heads, width, turned",
+    [(4, 4, 64, 0), (4, 2, 64, 64), (2, 2, 96, 96), (2, 1, 96, 24), (24, 8, 32, 32), (6, 2, 32, 32)],
 )
 @pytest.mark.parametrize("bias", [False, True])
-def test_split_heads(heads_: int, kv_heads: int, width: int, turned: int, bias: bool) -> None:
+def test_split_heads(
+    heads_: int, kv_heads: int, width: int, turned: int, bias: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from mega.core.ops.kernels import heads as fast_heads
+
+    monkeypatch.setattr(fast_heads, "PROGRAMS", 1)  # many heads a program, as with many tokens
     tokens = TOKENS + 32  # more than one program's
     positions = torch.arange(tokens, device=DEVICE)
     fast = kernels()["split_heads"]

@@ -20,11 +20,13 @@ from mega.core.ops.kernels.sums import bias_gradient, deliver_sums
 
 TOKENS = 32
 """Number of tokens of a program that concatenates gradients."""
-TURNED_TOKENS, TURNED_HEADS = 16, 16
-"""Number of tokens, and maximum number of heads, that a program rotates. It reads cosines and sines once for all its
-heads."""
+TURNED_TOKENS = 16
+"""Number of tokens of a program that rotates heads."""
+FEW_HEADS, MANY_HEADS = 4, 16
+"""Maximum number of heads that a program rotates, for which it reads cosines and sines once. More heads are faster if
+there are enough programs."""
 PROGRAMS = 1024
-"""With fewer programs, a program rotates fewer heads, so that the whole device works."""
+"""Enough programs, each with MANY_HEADS."""
 SUMMED = 128
 """Number of tokens per program and per partial sum if the gradient of the bias is computed."""
 
@@ -110,9 +112,8 @@ def _split(
     width = stride // (heads + 2 * kv_heads)
     if cos is not None:
         half, turned = cos.shape[1], heads + kv_heads
-        parts, shared = cdiv(tokens, TURNED_TOKENS), gcd(turned, TURNED_HEADS)
-        while shared > 1 and parts * turned // shared < PROGRAMS:
-            shared //= 2
+        parts = cdiv(tokens, TURNED_TOKENS)
+        shared = gcd(turned, MANY_HEADS if parts * turned >= PROGRAMS * MANY_HEADS else FEW_HEADS)
         launch(
             _turn, (parts, turned // shared),
             fused, cos, sin, tokens, stride,
