@@ -12,13 +12,13 @@ import time
 import uuid
 from collections.abc import AsyncGenerator, Mapping, Sequence
 from contextlib import aclosing
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any, Literal, NamedTuple
 
 from pydantic import Field
 from pydantic.config import JsonDict, JsonValue
 
-from mega.core.inference.request import MOST_BIAS, MOST_PENALTY, Request, RequestError, Top
+from mega.core.inference.request import MOST_BIAS, MOST_PENALTY, Request, RequestError
 from mega.core.inference.server.client_fields import ClientFields, constraint, resolved
 from mega.core.inference.server.fields import BadField, SamplingFields, read
 from mega.core.inference.server.limits import MOST_BIASES, MOST_MESSAGES, MOST_PROMPTS, MOST_STOPS, STOP_CHARACTERS
@@ -673,16 +673,17 @@ def _prompt_logprobs(service: Service, done: Continuation, count: int) -> list[J
 def prompt_scored(service: Service, done: Continuation, prompt: PromptText) -> list[Scored]:
     """Return the tokens of a prompt with their scores; offsets refer to the prompt's text."""
     tops = done.prompt_top or ((),) * len(done.prompt)
-    offsets = prompt.offsets
-    if offsets is None:
-        stream, offsets, end = TextStream(service.tokenizer), [], 0
-        for token in done.prompt:
-            offsets.append(min(end, len(prompt.text)))
-            end += len(stream.push(token))
-    return [
-        Scored(token, logprob, top, offset)
-        for token, logprob, top, offset in zip(done.prompt, done.prompt_logprobs, tops, offsets, strict=True)
-    ]
+    stream, end, scored = TextStream(service.tokenizer), 0, list[Scored]()
+    for at, (token, logprob, top) in enumerate(zip(done.prompt, done.prompt_logprobs, tops, strict=True)):
+        bare = stream.without_space((token, *(each for each, _ in top)))
+        offset = end + stream.begin(token)
+        end += len(stream.push(token))
+        if prompt.offsets is not None:
+            offset = prompt.offsets[at]
+            in_text = prompt.text.startswith(service.token_text(token, bare), offset)
+            bare = bare if in_text else frozenset()
+        scored.append(Scored(token, logprob, top, min(offset, len(prompt.text)), bare))
+    return scored
 
 
 def _logprobs(
@@ -690,10 +691,10 @@ def _logprobs(
 ) -> dict[str, Json]:
     """Return log-probabilities as parallel lists, in OpenAI's format for completions. top_logprobs is null if `count`
     is 0."""
-    whole = [*prompt, *(Scored(each.id, each.logprob, each.top, each.offset + shift) for each in new)]
+    whole = [*prompt, *(replace(each, offset=each.offset + shift) for each in new)]
     tops = [_by_text(service, each, count) if each.logprob is not None else None for each in whole]
     return {
-        "tokens": [service.token_text(each.id) for each in whole],
+        "tokens": [service.token_text(each.id, each.bare) for each in whole],
         "token_logprobs": [_real(each.logprob) for each in whole],
         "top_logprobs": tops if count else None,
         "text_offset": [each.offset for each in whole],
@@ -706,7 +707,7 @@ def _by_text(service: Service, scored: Scored, count: int) -> dict[str, float]:
     by_text: dict[str, float] = {}
     assert scored.logprob is not None
     for token, logprob in (*scored.top[:count], (scored.id, scored.logprob)):
-        text = service.token_text(token)
+        text = service.token_text(token, scored.bare)
         by_text[text] = max(by_text.get(text, LEAST_LOGPROB), logprob, LEAST_LOGPROB)
     return by_text
 
@@ -714,15 +715,15 @@ def _by_text(service: Service, scored: Scored, count: int) -> dict[str, float]:
 def _chat_logprobs(service: Service, tokens: Sequence[Scored], count: int) -> dict[str, Json]:
     """Return log-probabilities as a list of objects, in OpenAI's format for chats."""
 
-    def one(token: int, logprob: float | None) -> dict[str, Json]:
-        data = service.tokenizer.token_bytes(token)
-        return {"token": service.token_text(token), "logprob": _real(logprob), "bytes": list(data)}
+    def one(token: int, logprob: float | None, bare: frozenset[int]) -> dict[str, Json]:
+        data = service.token_bytes(token, bare)
+        return {"token": service.token_text(token, bare), "logprob": _real(logprob), "bytes": list(data)}
 
-    def top(likeliest: Top) -> list[dict[str, Json]]:
-        return [one(token, logprob) for token, logprob in likeliest[:count]]
+    def top(scored: Scored) -> list[dict[str, Json]]:
+        return [one(token, logprob, scored.bare) for token, logprob in scored.top[:count]]
 
     return {
-        "content": [{**one(each.id, each.logprob), "top_logprobs": top(each.top)} for each in tokens],
+        "content": [{**one(each.id, each.logprob, each.bare), "top_logprobs": top(each)} for each in tokens],
         "refusal": None,
     }
 

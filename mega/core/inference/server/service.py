@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Container, Iterable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, TypeVar, TypeVarTuple
@@ -178,12 +178,17 @@ class Service:
             raise BadField(name, f"{name}: must not be empty: this tokenizer has no token that begins a text")
         return start
 
-    def token_text(self, token: int) -> str:
-        """Return the text of a token in OpenAI's notation: `bytes:...` for an incomplete character, and the name for a
-        token that has no text."""
+    def token_bytes(self, token: int, bare: Container[int] = ()) -> bytes:
+        """Return the bytes that a token adds to a text. bare: tokens whose first space the decoder drops."""
         data = self.tokenizer.token_bytes(token)
+        return data.removeprefix(b" ") if token in bare else data
+
+    def token_text(self, token: int, bare: Container[int] = ()) -> str:
+        """Return the text of a token in OpenAI's notation: `bytes:...` for an incomplete character, and the name for a
+        token that has no text. bare: as for `token_bytes`."""
+        data = self.token_bytes(token, bare)
         try:
-            return data.decode() if data else self.tokenizer.piece(token)
+            return data.decode() if data or token in bare else self.tokenizer.piece(token)
         except UnicodeDecodeError:
             return "bytes:" + "".join(f"\\x{byte:02x}" for byte in data)
 

@@ -41,12 +41,17 @@ class TooLong(Exception):
 
 @dataclass(frozen=True)
 class Scored:
-    """A token, its log-probability, the most likely alternatives if requested, and the offset of the token's text."""
+    """A token, its log-probability, the most likely alternatives if requested, and the offset of the token's text.
+
+    bare: those of the token and its alternatives whose first space is not in the text, because decoders of
+    SentencePiece drop it at the beginning of a text.
+    """
 
     id: int
     logprob: float | None
     top: Top
     offset: int
+    bare: frozenset[int] = frozenset()
 
 
 @dataclass(frozen=True)
@@ -129,8 +134,9 @@ class Continuation:
         assert event.token is not None
         self._count()
         self.ids.append(event.token)
-        offset = self._given + len(self._held)
-        self._waiting.append(Scored(event.token, event.logprob, event.top, offset))
+        offset = self._given + len(self._held) + self._stream.begin(event.token)
+        bare = self._stream.without_space((event.token, *(token for token, _ in event.top)))
+        self._waiting.append(Scored(event.token, event.logprob, event.top, offset, bare))
         return "" if event.token in self._end_ids else self._stream.push(event.token)
 
     def _count(self) -> None:
