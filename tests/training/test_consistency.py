@@ -21,11 +21,12 @@ from mega.core.config.run import Options, updated
 from mega.core.data.preprocessing.writer import IndexedWriter
 from mega.core.device import Device
 from mega.core.files import PARTS, WHOLE_BYTES, sampled_digest
+from mega.core.parallel.consistency import Comparable, check_consistent
 from mega.core.parallel.mesh import Groups, Mesh
+from mega.core.processes import code
 from mega.core.processes.pool import Pool
 from mega.core.training.saves import place
-from mega.core.training.start import consistency, equal
-from mega.core.training.start.consistency import Comparable, check_consistent
+from mega.core.training.start import consistency
 from mega.core.training.start.inputs import open_inputs, resolve_run
 from mega.core.training.start.rank import start
 
@@ -52,7 +53,7 @@ def begin(groups: Groups, rank: int, flags: dict[str, Any], places: list[str], p
         held.callback(os.chdir, os.getcwd())
         os.chdir(places[rank])
         if patched and rank == 1:
-            held.enter_context(mock.patch.object(equal, "_source", lambda: "0" * 64))
+            held.enter_context(mock.patch.object(code, "_source", lambda: "0" * 64))
         held.enter_context(mock.patch.object(place, "SEEN_WITHIN", 0.2))
         try:
             inputs = open_inputs(resolve_run(compose(flags=flags), 2))

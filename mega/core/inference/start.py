@@ -8,6 +8,7 @@ This module depends on neither prompts nor flags.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import asdict
 from functools import partial
 from typing import Any, NamedTuple, cast
 
@@ -36,6 +37,7 @@ from mega.core.inference.engine import BatchingEngine, follow
 from mega.core.inference.graphs import MANY
 from mega.core.inference.loading.adapters import AdapterChoice, OpenedAdapter, load_adapters
 from mega.core.inference.loading.load import OpenedModel, load_stages, open_model
+from mega.core.inference.loading.same import check_same_model
 from mega.core.inference.options import MTP, NGRAM, DecodingLayout, EngineOptions
 from mega.core.inference.relay import Relay, relay_of
 from mega.core.inference.request import Limits
@@ -69,11 +71,13 @@ def start_engine(
 
     dtype: dtype of computation and cache; default: dtype of the weights. adapters: the adapters that requests may
     select. retriever: finds neighbours for a model with a retriever. Errors: ValueError if the model is not a
-    text-generation model, or if the layout does not divide the model; CheckpointError naming file or tensor; LostRank.
+    text-generation model, if the layout does not divide the model, or if ranks differ in weights or options;
+    CheckpointError naming file or tensor; LostRank.
     """
     model, torch_device = opened.model, device.torch
     dtype = dtype or opened.dtype
     check_layout(model, mesh.tp.size, mesh.pp.size, options, retrieves=retriever is not None)
+    check_same_model(opened, mesh, device, rank_options(mesh, options, dtype), adapters)
     layers = even_layers(len(opened.architecture.layers), mesh.pp.size)
     ops = forward_only(choose(torch_device, dtype), fp8_weights=options.fp8_weights)
     (stage,) = load_stages(opened, mesh, device, dtype=dtype, ops=ops, stage_layers=layers)
@@ -81,6 +85,17 @@ def start_engine(
         use_decoding_layout(stage)
     choice = load_adapters(stage, adapters, mesh, torch_device, always=options.batch_invariant)
     return engine_on(stage, mesh, device, options, choice, retriever=retriever)
+
+
+def rank_options(mesh: Mesh, options: EngineOptions, dtype: torch.dtype) -> dict[str, object]:
+    """Return the options that must be identical on all ranks, by user-readable names."""
+    values = asdict(options)
+    layout = {"--tp": mesh.tp.size, "--pp": mesh.pp.size, "the dtype": str(dtype).removeprefix("torch.")}
+    return {
+        **layout,
+        "the number of the tokenizer's tokens": values.pop("vocab"),
+        **{f"--{name.replace('_', '-')}": value for name, value in values.items()},
+    }
 
 
 def engine_on(

@@ -3,6 +3,7 @@ do.
 
 world                    rank and world size of this process, from its launcher's variables
 launch, pool, signals    local ranks for one job or for many, and signals that ask them to stop
+code                     the version of the code of this process
 restarts                 restarts of a job after a transient failure
 hosts, leader, wire      restarts on several hosts, where a spare replaces a lost host: the code of each host, the code
                          of the leader, and their connection

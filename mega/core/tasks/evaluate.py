@@ -37,6 +37,7 @@ from mega.core.files import fingerprint, whole_file
 from mega.core.inference.loading.load import OpenedModel
 from mega.core.inference.retrieval import OpenRetriever, Retriever
 from mega.core.parallel.collectives import gather_json
+from mega.core.parallel.consistency import Comparable, check_consistent
 from mega.core.parallel.mesh import Groups, Mesh
 from mega.core.tasks.ensemble import write
 from mega.core.tasks.model import (
@@ -56,8 +57,7 @@ from mega.core.tasks.stored_answers import check_result
 from mega.core.tasks.task import Benchmark, Done, Estimate, RowBenchmark, Sums, score
 from mega.core.terminal import discard
 from mega.core.text.tokenizer import Tokenizer
-from mega.core.training.start.consistency import Comparable, check_consistent
-from mega.core.training.start.equal import code
+from mega.core.untrusted import below
 
 SAVE_SECONDS = 5.0
 HASHED_BYTES = 1 << 30
@@ -164,12 +164,8 @@ def result_here(
     examples = task.examples(Path(evaluation.options.valid_data[0]))[: evaluation.options.limit]
     description = _about(evaluation, model, tokenizer, len(examples))
     retriever = _retriever(evaluation, model.opened, tokenizer, device.torch.type)
-    # All ranks must score the same model, data and settings with the same code.
-    check_consistent(
-        Comparable({**code(), **{name: str(value) for name, value in description.items()}}, {}),
-        model.mesh.everyone,
-        device.torch,
-    )
+    # `open_here` has compared code, flags and weights.
+    check_consistent(Comparable(_compared(description), {}), model.mesh.everyone, device.torch)
     progress = _Progress(evaluation, str(description["fingerprint"]), task, len(examples), model.mesh, device)
     with progress.interruptible():
         estimates = score(
@@ -219,6 +215,20 @@ def _about(
         deciding["neighbours"] = _content(database_file) if database_file.is_file() else evaluation.retro
     identity = fingerprint({**deciding, "model": {**model, "path": None}})
     return {"task": evaluation.options.task, "fingerprint": identity, "settings": {**deciding, **layout_of(run)}}
+
+
+def _compared(description: Mapping[str, object]) -> dict[str, str]:
+    """Return the settings of an evaluation except the model, by user-readable names, for the comparison of ranks."""
+    settings = below(description, "settings")
+    values = {name: value for name, value in settings.items() if name not in ("options", "data", "model", "tokenizer")}
+    tokenizer = below(settings, "tokenizer")
+    return {
+        "--task": str(description["task"]),
+        **{f"--{name.replace('_', '-')}": str(value) for name, value in below(settings, "options").items()},
+        **{f"the content of {file}": str(digest)[:12] for file, digest in below(settings, "data").items()},
+        "the tokenizer": f"{tokenizer.get('kind')} {str(tokenizer.get('fingerprint'))[:12]}" if tokenizer else "none",
+        **{name.replace("_", " "): str(value) for name, value in values.items()},
+    }
 
 
 def predictions_path(out: str) -> Path:

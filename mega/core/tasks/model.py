@@ -27,6 +27,7 @@ from mega.core.device import DTYPE_NAMES, DTYPES, Device, restored_settings
 from mega.core.family import ModelStage, family
 from mega.core.inference.loading.identity import check_tokenizer_flags
 from mega.core.inference.loading.load import OpenedModel, check_tokenizer, compute_dtype, load_stages, open_model
+from mega.core.inference.loading.same import check_same_model
 from mega.core.inference.relay import Relay, relay_of
 from mega.core.inference.retrieval import Retriever, check_retrieval, read_by
 from mega.core.ops.suite import Ops
@@ -37,6 +38,7 @@ from mega.core.tasks.score import RowScorer, TokenScorer
 from mega.core.text.build import build
 from mega.core.text.kind import kind_of_files
 from mega.core.text.tokenizer import Tokenizer
+from mega.core.training.start.equal import flags
 from mega.core.training.wire import build_mesh, chosen_ops
 from mega.core.untrusted import numbers_below
 
@@ -192,11 +194,14 @@ def _model(opened: OpenedModel, given: GivenOptions) -> ModelConfig:
 
 
 def open_here(checked: CheckedModel, rank: int, world: int, device: Device, groups: Groups | None) -> ModelHere:
-    """Open one rank's shard. Without --dtype, the computation uses the weights' dtype, but at least fp32 on a CPU."""
+    """Open one rank's shard. Without --dtype, the computation uses the weights' dtype, but at least fp32 on a CPU.
+    Errors: ValueError on every rank if ranks differ in code, flags or weights."""
     model, run = open_model(checked.load), checked.run
     if not checked.typed_dtype:
         run = variant(run, {"dtype": DTYPE_NAMES[compute_dtype(model, device)], "grad_dtype": None})
-    return ModelHere(run, model, build_mesh(run, rank, world, groups), device)
+    mesh = build_mesh(run, rank, world, groups)
+    check_same_model(model, mesh, device, flags(run))
+    return ModelHere(run, model, mesh, device)
 
 
 def as_rank(run: RunConfig, job: Callable[[int, int, Device, Groups], Answer]) -> Answer:

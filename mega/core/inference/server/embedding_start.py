@@ -17,10 +17,12 @@ from mega.core.device import Device
 from mega.core.inference.embedding import STEP_TOKENS, EmbeddingEngine, Pooling, TextVectors, follow
 from mega.core.inference.loading.load import OpenedModel, load_stages
 from mega.core.inference.loading.pooling import check_modules, declared_pooling
+from mega.core.inference.loading.same import check_same_model
 from mega.core.inference.options import DecodingLayout, EngineOptions
 from mega.core.inference.relay import relay_of
 from mega.core.inference.request import Limits
 from mega.core.inference.server.options import ServedModel, ServerOptions
+from mega.core.inference.start import rank_options
 from mega.core.model.bert import BertStage
 from mega.core.ops.suite import choose, forward_only
 from mega.core.parallel.mesh import Mesh
@@ -83,6 +85,7 @@ def start_embedding_engine(
     """
     check_modules(opened.attachments)
     pooling = pooling or declared_pooling(opened.attachments) or "mean"
+    check_same_model(opened, mesh, device, rank_options(mesh, options, dtype) | {"--pooling": pooling})
     ops = forward_only(choose(device.torch, dtype))
     (stage,) = load_stages(opened, mesh, device, dtype=dtype, ops=ops)
     assert tokenizer.roles is not None

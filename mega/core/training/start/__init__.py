@@ -1,7 +1,7 @@
 """The work before the first step: all checks of flags, of files, and of differences between ranks.
 
 inputs         checks and resolves a run once, and opens its tokenizer and data
-consistency    comparison of ranks
+consistency    the values that ranks compare
 equal          the values that must be equal on all ranks, and on all hosts of a run
 continuation   checks and messages about the checkpoint from which a run starts
 introduce      messages to the user before the first step

@@ -9,26 +9,12 @@ from __future__ import annotations
 
 import hashlib
 import json
-from functools import cache
 from pathlib import Path
 
-import mega
 from mega.core.config.run import Options, RunConfig, entries, flag_of, value_of
 from mega.core.files import sampled_digest
+from mega.core.processes.code import code
 from mega.core.training.start.inputs import Inputs
-
-
-def code() -> dict[str, str]:
-    return {"the version of mega": f"{mega.__version__} ({_source()[:8]})"}
-
-
-@cache
-def _source() -> str:
-    """Return a hash of all source files of the package, with their paths."""
-    root, digest = Path(mega.__file__).parent, hashlib.sha256()
-    for path in sorted(root.rglob("*.py")):
-        digest.update(f"{path.relative_to(root)}\n".encode() + path.read_bytes())
-    return digest.hexdigest()
 
 
 def flags(run: RunConfig | Options) -> dict[str, str]:

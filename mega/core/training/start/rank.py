@@ -21,6 +21,7 @@ from mega.core.config.run import RunConfig
 from mega.core.device import Device, restored_settings
 from mega.core.flops import model_flops_per_token
 from mega.core.parallel.collectives import gather_json
+from mega.core.parallel.consistency import check_consistent
 from mega.core.parallel.mesh import Groups
 from mega.core.processes.connect import connect, disconnect, end_together
 from mega.core.processes.world import World, world_from_env
@@ -51,7 +52,7 @@ from mega.core.training.saves.resume import (
 )
 from mega.core.training.saves.saver import Saver
 from mega.core.training.schedules import Schedules
-from mega.core.training.start.consistency import check_consistent, comparable
+from mega.core.training.start.consistency import comparable
 from mega.core.training.start.continuation import planned, with_former_blends
 from mega.core.training.start.inputs import Inputs, ResolvedRun, open_inputs
 from mega.core.training.start.introduce import introduce
