@@ -296,6 +296,14 @@ def test_damaged_files_are_passed_over(tmp_path: Path, kind: str, name: str) -> 
         store.newest()
 
 
+@pytest.mark.parametrize("verify", [True, False])
+def test_a_damaged_attachment_is_passed_over_in_a_quick_search_too(tmp_path: Path, verify: bool) -> None:
+    """A search that reads no tensors hashes attachments: what is read of the newest step is then there."""
+    store, told = small_store(tmp_path, (5, 10)), list[str]()
+    (tmp_path / "step-0000010" / "run.toml").write_bytes(b"steps = 21\n")
+    assert store.newest(verify=verify, report=told.append) == 5 and "run.toml" in told[0], told
+
+
 def test_a_foreign_file_is_noticed(tmp_path: Path) -> None:
     store = small_store(tmp_path)
     (tmp_path / "step-0000010" / "rank-00001.safetensors").write_bytes(b"")

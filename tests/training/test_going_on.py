@@ -64,11 +64,12 @@ def test_another_history_is_not_mixed_in(tmp_path: Path, run_cli: RunCli) -> Non
     assert code == 0 and "step 4" in printed
 
 
-def test_a_damaged_checkpoint_is_passed_over_and_replaced(tmp_path: Path, run_cli: RunCli) -> None:
+@pytest.mark.parametrize("name", ["rank-00000.safetensors", "run.toml"])
+def test_a_damaged_checkpoint_is_passed_over_and_replaced(tmp_path: Path, run_cli: RunCli, name: str) -> None:
     save = ["--save", str(tmp_path), "--resume", "auto"]
     assert run_cli(*save, "--steps", "4")[0] == 0
-    weights = CheckpointStore(tmp_path).path(4) / "rank-00000.safetensors"
-    weights.write_bytes(weights.read_bytes()[:-1] + b"x")
+    file = CheckpointStore(tmp_path).path(4) / name
+    file.write_bytes(file.read_bytes()[:-1] + b"x")
     code, printed = run_cli(*save, "--steps", "6")
     assert code == 0 and "step 4 is passed over" in printed and "at step 2" in printed
     assert [step for step in (4, 6) if CheckpointStore(tmp_path).open(step).verify() is None] == [4, 6]

@@ -145,16 +145,17 @@ class Checkpoint:
                 check_bytes(path, descriptor, 0, container.header, container.digest, "the header")
                 check = partial(self._check, name, descriptor)
                 run_concurrently(check, container.entries, container.size)
-        self._check_attachments()
+        self.check_attachments()
 
     @cached_property
     def attachments(self) -> Mapping[str, Path]:
         """File name -> path, for the small files stored with the tensors. The files' hashes are checked. Errors:
         CheckpointError naming a damaged file."""
-        self._check_attachments()
+        self.check_attachments()
         return {name: self.path / name for name in self._manifest.attachments}
 
-    def _check_attachments(self) -> None:
+    def check_attachments(self) -> None:
+        """Hash the small files stored with the tensors. Errors: CheckpointError naming a damaged file."""
         for name, record in self._manifest.attachments.items():
             if file_digest(self.path / name) != (record.size, record.digest):
                 raise CheckpointError(f"{self.path / name}: not the bytes that were saved (sha256 differs)")

@@ -55,7 +55,8 @@ class TrustedSteps(StepFolder):
         """Find and open the newest published checkpoint that every rank trusts. All ranks open the same checkpoint.
 
             1 every rank lists the steps       and reads the verdicts
-            2 newest first, every rank opens   its manifest, and checks file sizes; with `verify`, it hashes every byte
+            2 newest first, every rank opens   its manifest, checks file sizes, and hashes attachments; with `verify`,
+                                               the rank hashes every byte
             3 ranks compare what they opened   by the hash of the manifest, which covers plain state and tensors
 
         A step is skipped if any rank cannot open it, if ranks find different checkpoints, or if the step is suspect
@@ -115,6 +116,8 @@ class TrustedSteps(StepFolder):
                 return None, f"{suspect[1]} (it is taken where it is named, as {self.path(step).name})", False
             if verify:
                 checkpoint.verify()
+            else:
+                checkpoint.check_attachments()
         except CheckpointError as error:
             return None, reason_of(error), isinstance(error, UnreadableError)
         return checkpoint, "", False
