@@ -71,6 +71,23 @@ def test_missing_ranks_are_named_by_all_that_wait(port: int) -> None:
     assert first.startswith(f"waited 1.2 seconds (--timeout-minutes) at 127.0.0.1:{port} for ranks 1, 3 of 4, none of")
 
 
+def test_a_name_that_rank_0_does_not_know_ends_its_wait(port: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The other ranks cannot reach rank 0 by that name; if one has come by it all the same, rank 0 waits on."""
+    monkeypatch.setattr(rendezvous, "NAMED_WITHIN", 0.1)
+    monkeypatch.setenv("MASTER_ADDR", "no-such-host.invalid")
+    begin = time.monotonic()
+    (said,) = _come((0, 2), minutes=1)
+    assert said.startswith("MASTER_ADDR no-such-host.invalid: the host of rank 0 does not know this name ("), said
+    assert time.monotonic() - begin < 20
+    rendezvous._HOSTED.clear()
+    monkeypatch.setattr(rendezvous, "reach", lambda *_: monkeypatch.setenv("MASTER_ADDR", "127.0.0.1"))
+    monkeypatch.setattr(rendezvous, "NAMED_WITHIN", 0.0)
+    connect_to = rendezvous._connect
+    monkeypatch.setattr(rendezvous, "_connect", lambda _, *rest: connect_to("127.0.0.1", *rest))
+    said, other = _come((0, 3), (1, 3))
+    assert said == other and said.startswith("waited 1.2 seconds"), said
+
+
 def _fail(rank: int, size: int, text: str) -> None:
     """The end of a rank that fails before it meets the others."""
     world = World(rank, size, rank, size, "torchrun")

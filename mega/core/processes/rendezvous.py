@@ -40,6 +40,9 @@ HANDSHAKE = 15.0
 """Timeout in seconds for the first answer of a store after connecting. The store has its own thread, so it is never
 busy."""
 
+NAMED_WITHIN = 10.0
+"""Seconds within which the host of rank 0 must know the name in MASTER_ADDR, because a name server may be late."""
+
 _POLL = (0.01, 0.3)
 """Seconds between two polls: the first interval, and the longest interval."""
 
@@ -101,8 +104,9 @@ def attempt_store(store: dist.Store) -> dist.Store:
 def meet(world: World, minutes: float) -> dist.Store:
     """Wait for all ranks, and return a store for the ranks of this attempt only.
 
-    Errors: ValueError if ranks disagree about the world size; TimeoutError naming the missing ranks; RankFailed naming
-        a rank that failed, with its host and its reason; OSError.
+    Errors: ValueError if ranks disagree about the world size, or if the host of rank 0 does not know MASTER_ADDR;
+        TimeoutError naming the missing ranks; RankFailed naming a rank that failed, with its host and its reason;
+        OSError.
     """
     deadline = time.monotonic() + 60 * minutes
     opened = open_store(world, deadline, minutes)
@@ -158,11 +162,35 @@ class _Host:
     def __init__(self, store: dist.Store, world: World):
         self._store, self._world, self._name = store, world, uuid.uuid4().hex
         self._entries: dict[int, list[Any]] = {}
+        self._unknown = ""
+        """Why this host does not know the name in MASTER_ADDR; empty while it may."""
+        if hosts_store(world):
+            threading.Thread(target=self._find_name, name="find-name", daemon=True).start()
+
+    def _find_name(self) -> None:
+        """Set `_unknown` if the name in MASTER_ADDR remains unknown for `NAMED_WITHIN` seconds."""
+        address, deadline = os.environ["MASTER_ADDR"], time.monotonic() + NAMED_WITHIN
+        while True:
+            try:
+                socket.getaddrinfo(address, None)
+                return
+            except (OSError, UnicodeError) as error:
+                reason = getattr(error, "strerror", None) or str(error)
+            if time.monotonic() > deadline:
+                self._unknown = (
+                    f"MASTER_ADDR {address}: the host of rank 0 does not know this name ({reason}), and no other rank "
+                    "has come; must be a name or an address of rank 0's host, on every host"
+                )
+                return
+            time.sleep(min(0.5, NAMED_WITHIN / 4))
 
     def look(self) -> None:
-        """Update the list of tokens, and write the decision when all ranks have acknowledged the list."""
+        """Update the list of tokens, and write the decision when all ranks have acknowledged the list. Errors:
+        ValueError if this host does not know MASTER_ADDR, and no other rank has entered."""
         store, world, name = self._store, self._world, self._name
         entries = {rank: entry for rank in range(world.size) if (entry := _read(store, f"enter/{rank}")) is not None}
+        if self._unknown and len(entries) == 1 < world.size:
+            raise ValueError(self._unknown)
         if entries != self._entries:
             self._entries = entries
             store.set("list", json.dumps({"name": name, "tokens": {rank: entry[0] for rank, entry in entries.items()}}))
