@@ -22,6 +22,7 @@ from typer.core import TyperCommand
 
 from mega import COMPLETE_VARIABLE, __version__
 from mega.command_line.help import Group
+from mega.core.environment import DEBUG, check_switches, is_on
 from mega.core.terminal import BrokenStdout
 
 if TYPE_CHECKING:  # Typer's copy of click
@@ -138,6 +139,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     if words[:1] == ["help"]:
         words = [*words[1:], "--help"]
     try:
+        check_switches()
         _check_working_directory()
         outcome = app(args=words, prog_name="mega", standalone_mode=False)
         sys.stdout.flush()
@@ -155,7 +157,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
         if names_failed_device(error):
             exit_at_once(_report(error))  # before `error`, and with it the tensors of its frames, is deleted
-        if os.environ.get("MEGA_DEBUG") == "1":
+        if is_on(DEBUG):
             raise
         return _report(error)
     return outcome if isinstance(outcome, int) else 0

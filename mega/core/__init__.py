@@ -13,5 +13,5 @@ family                      a model family as one record; no other module select
 device      the GPU or CPU; files: durable writes; terminal: output; untrusted: input within limits
 activity    what this process is doing
 batch       the tensors of a microbatch; shard: the part of a tensor that a rank holds; flops: FLOPs of a step
-words       how messages name ranks and numbers
+words       how messages name ranks and numbers; environment: switches in environment variables
 """

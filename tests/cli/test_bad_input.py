@@ -161,7 +161,22 @@ def test_no_rank_ends_without_a_word(
     assert capsys.readouterr().err == f"mega: {said}\n"
 
 
-def test_debug_shows_where(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("MEGA_DEBUG", "1")
+@pytest.mark.parametrize("value", ["1", "yes", "True", "on"])
+def test_debug_shows_where(monkeypatch: pytest.MonkeyPatch, value: str) -> None:
+    monkeypatch.setenv("MEGA_DEBUG", value)
     with pytest.raises(ValueError):
         cli.main(f"{GOOD} --heads 5".split())
+
+
+@pytest.mark.parametrize("name", ["MEGA_DEBUG", "MEGA_INJECT"])
+def test_a_switch_is_on_off_or_refused(
+    name: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setenv(name, "2")
+    assert cli.main(GOOD.split()) == 2
+    said = capsys.readouterr().err
+    assert said == f"mega: {name} '2': must be 1, true, yes or on, or 0, false, no or off\n"
+    for value in ("0", "No", ""):
+        monkeypatch.setenv(name, value)
+        assert cli.main(f"{GOOD} --inject kill@step=1".split()) == 2
+        assert "set MEGA_INJECT=1" in capsys.readouterr().err

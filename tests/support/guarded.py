@@ -12,9 +12,9 @@ from typing import Any
 import torch
 
 from mega.core.checkpoint.own.store import CheckpointStore, SaveError
-from mega.core.config.faults import SECRET
 from mega.core.config.run import Options
 from mega.core.device import Device
+from mega.core.environment import INJECT
 from mega.core.parallel.mesh import Groups
 from mega.core.training.guards.inject import Injector
 from mega.core.training.loop import Training
@@ -56,7 +56,7 @@ def play(
     """Job: the run to its end. error: what ended it early. step: how far it had come. named: what was damaged on this
     rank. digest: of weights and moments. lines: of rank 0. own: seconds of its own work in the last step."""
     lines: list[str] = []
-    os.environ[SECRET] = "1"
+    os.environ[INJECT] = "1"
     with contextlib.ExitStack() as held:
         training = start(open_inputs(resolve_run(options, world)), rank, world, Device.choose("cpu"), groups, held)
         training.report = training.judge.report = lines.append

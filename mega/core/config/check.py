@@ -11,7 +11,6 @@ from __future__ import annotations
 
 import importlib.util
 import math
-import os
 from collections.abc import Iterator, Mapping
 from functools import partial
 from typing import Any
@@ -20,7 +19,7 @@ from mega.core.config.check_files import files
 from mega.core.config.check_mixture import expert_ranks, mixture
 from mega.core.config.check_retriever import retriever
 from mega.core.config.families import belongs, foreign_values
-from mega.core.config.faults import SECRET, Fault, fault
+from mega.core.config.faults import Fault, fault
 from mega.core.config.option import Range
 from mega.core.config.presets import FAMILY_DEFAULTS
 from mega.core.config.resolve import (
@@ -37,6 +36,7 @@ from mega.core.config.resolve import (
 from mega.core.config.run import AnyRun, Options, RunConfig, entries, flag_of, is_set_to, run_schema, value_of
 from mega.core.config.schema import Entry, Schema
 from mega.core.config.sections import FP8_BLOCK, LABELLED, TASKS
+from mega.core.environment import INJECT, is_on
 from mega.core.files import url_of
 from mega.core.plan.kinds import SCHEDULES, interleaving
 from mega.core.plan.layers import split_layers
@@ -637,8 +637,8 @@ def _guards(options: Options, world: int) -> Problems:
             yield _line(options, name, "needs --save and --save-interval: it goes back to the newest checkpoint")
         if not options.checkpoint.save_optim:
             yield _line(options, name, "excludes --no-save-optim, as a rollback reads the optimizer's state")
-    if options.guards.inject and os.environ.get(SECRET) != "1":
-        yield _line(options, "inject", f"damages the run; where that is wanted, set {SECRET}=1 in the environment too")
+    if options.guards.inject and not is_on(INJECT):
+        yield _line(options, "inject", f"damages the run; where that is wanted, set {INJECT}=1 in the environment too")
     for text in options.guards.inject:
         try:
             yield from (f"--inject {text}: {problem}" for problem in _without_effect(options, fault(text), world))

@@ -32,10 +32,6 @@ TARGETS: Mapping[str, tuple[str, ...]] = {
                restarted the rank
 """
 
-SECRET = "MEGA_INJECT"
-"""Environment variable that must be 1 for --inject to be accepted, so that a flag in a script cannot damage a real
-run."""
-
 
 @dataclass(frozen=True)
 class Fault:

@@ -35,6 +35,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, NoReturn, Protocol
 
 from mega.core.activity import ACTIVITY
+from mega.core.environment import DEBUG, is_on
 from mega.core.processes.world import LAUNCHER_FILE, MEETING_FILE, World, world_from_env
 from mega.core.terminal import discard_output
 from mega.core.words import name_ranks
@@ -384,7 +385,7 @@ def _wait(done: Callable[[], bool], seconds: float) -> bool:
 
 
 def _debugging() -> bool:
-    return os.environ.get("MEGA_DEBUG") == "1"
+    return is_on(DEBUG)
 
 
 def _trace(error: BaseException) -> str:
