@@ -182,6 +182,21 @@ def whole_file(path: Path) -> Iterator[BinaryIO]:
     sync_directory(path.parent)
 
 
+def write_together(contents: Mapping[Path, bytes]) -> None:
+    """Write files that belong together, such as a vocabulary and its merges. No file is replaced before all of them
+    have been written and synced, so that a full disk leaves all earlier files. Errors: OSError naming a file."""
+    with contextlib.ExitStack() as files:
+        for path, data in contents.items():
+            file = files.enter_context(whole_file(path))
+            try:
+                file.write(data)
+                file.flush()
+                os.fsync(file.fileno())
+            except OSError as error:
+                name_place(error, path)
+                raise
+
+
 def name_place(error: OSError, path: Path) -> None:
     """Add the file's name to an OSError, because the error of a failed write, such as on a full disk, does not name the
     file."""

@@ -318,7 +318,7 @@ def test_full_disk_names_the_output(tmp_path: Path, plain: Path, monkeypatch: py
         raise OSError(28, "No space left on device")
 
     monkeypatch.setattr(module.IndexedWriter, "_publish", full)
-    with pytest.raises(ValueError, match=r"out_text_document: cannot be written \(No space left on device\)"):
+    with pytest.raises(OSError, match=r"out_text_document: cannot be written \(No space left on device\)"):
         run(tmp_path, plain)
     assert [path.name for path in tmp_path.iterdir()] == ["a.jsonl"]
 

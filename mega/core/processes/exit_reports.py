@@ -92,6 +92,8 @@ def report_of(error: BaseException) -> ExitReport:
         return ExitReport(code, f"{error.object}: is not a name in UTF-8, as is needed here; rename it")
     if isinstance(error, ValueError | OSError | FloatingPointError | MemoryError):
         text = str(error) or ("out of memory" if isinstance(error, MemoryError) else repr(error))
+        if isinstance(error, OSError) and error.filename is not None and error.strerror:
+            text = f"{error.filename}: {error.strerror}"
         kind = "diverged" if isinstance(error, FloatingPointError) else "line"
         return ExitReport(code, text, "consequence" if getattr(error, "elsewhere", False) else kind)
     if type(error).__name__ == "OutOfMemoryError" or _CPU_IS_FULL in str(error):

@@ -12,6 +12,7 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from itertools import groupby
 from pathlib import Path
+from types import SimpleNamespace
 
 import numpy as np
 from numpy.typing import NDArray
@@ -108,7 +109,8 @@ def write_array(path: Path, array: NDArray[np.generic]) -> None:
     """Write the array atomically."""
     path.parent.mkdir(parents=True, exist_ok=True)
     with whole_file(path) as file:
-        np.save(file, array, allow_pickle=False)
+        # Without `write` as the only method, numpy would use `tofile`, which hides the error of a full disk.
+        np.save(SimpleNamespace(write=file.write), array, allow_pickle=False)
 
 
 def read_vectors(

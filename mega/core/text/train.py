@@ -13,7 +13,7 @@ from itertools import chain
 from pathlib import Path
 from typing import Literal
 
-from mega.core.files import whole_file
+from mega.core.files import whole_file, write_together
 from mega.core.text.gpt2 import END_OF_TEXT, byte_letters
 
 Model = Literal["unigram", "bpe", "char", "word"]
@@ -54,10 +54,8 @@ def train_bpe(texts: Iterable[str], vocab_size: int, directory: Path) -> tuple[P
     merges = [" ".join(pair) for pair in model["merges"]]
     directory.mkdir(parents=True, exist_ok=True)
     vocab_file, merge_file = directory / "vocab.json", directory / "merges.txt"
-    with whole_file(vocab_file) as file:
-        file.write(json.dumps(vocab, ensure_ascii=False, indent=0).encode())
-    with whole_file(merge_file) as file:
-        file.write("".join(f"{line}\n" for line in ["#version: 0.2", *merges]).encode())
+    lines = "".join(f"{line}\n" for line in ["#version: 0.2", *merges])
+    write_together({vocab_file: json.dumps(vocab, ensure_ascii=False, indent=0).encode(), merge_file: lines.encode()})
     return vocab_file, merge_file
 
 
@@ -170,9 +168,7 @@ def _save_sentencepiece(proto: bytes, directory: Path) -> tuple[Path, Path]:
     pieces = (f"{library.id_to_piece(i)}\t{library.get_score(i):g}\n" for i in range(library.vocab_size()))
     directory.mkdir(parents=True, exist_ok=True)
     paths = directory / "tokenizer.model", directory / "tokenizer.vocab"
-    for path, data in zip(paths, (proto, "".join(pieces).encode()), strict=True):
-        with whole_file(path) as file:
-            file.write(data)
+    write_together(dict(zip(paths, (proto, "".join(pieces).encode()), strict=True)))
     return paths
 
 

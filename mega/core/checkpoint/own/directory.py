@@ -116,15 +116,15 @@ class CheckpointStore(TrustedSteps):
 
         # Errors are raised only after `agree`; a rank that raised immediately would leave the other ranks waiting.
         for phase in (prepare, write, publish):
-            fault: Exception | None = None
+            fault, free = None, None
             try:
                 phase()
             except Exception as error:
-                fault = error
+                fault, free = error, self._where(step)[1]  # before the unfinished files are removed
             if not agree(fault is None):
                 if rank == 0:
                     self._clear()
-                failure = SaveError(self._failure(step, fault))
+                failure = SaveError(self._failure(step, fault, free))
                 failure.elsewhere = fault is None
                 raise failure from fault
         return SaveReport(bytes_written, time.monotonic() - began)
@@ -149,7 +149,7 @@ class CheckpointStore(TrustedSteps):
         write a step older than the newest step, because no run would find that step. Errors: CheckpointError for wrong
         input, SaveError for a failure of the disk.
         """
-        began = time.monotonic()
+        began, free = time.monotonic(), None
         working = self.path(step).with_suffix(".tmp")
         try:
             with self._claimed(step):
@@ -162,13 +162,14 @@ class CheckpointStore(TrustedSteps):
                     check()
                     self._publish(step, len(ranks), working, dict(meta), attachments)
                 except BaseException:
+                    free = self._where(step)[1]
                     self._clear()
                     raise
         except Exception as error:
             with contextlib.suppress(OSError):
                 self.directory.rmdir()  # fails if the directory is not empty
             kind = CheckpointError if isinstance(error, ValueError) else SaveError
-            raise kind(self._failure(step, error)) from error
+            raise kind(self._failure(step, error, free)) from error
         return SaveReport(bytes_written, time.monotonic() - began)
 
     @contextlib.contextmanager
@@ -236,10 +237,10 @@ class CheckpointStore(TrustedSteps):
         check_tiling(manifest, working)
         write_manifest(working, manifest)
 
-    def _failure(self, step: int, fault: BaseException | None) -> str:
+    def _failure(self, step: int, fault: BaseException | None, free: int | None) -> str:
+        """Return the message about a failed save. free: number of free bytes when it failed, or None if unknown."""
         intact = ", ".join(map(str, self.steps())) or "none"
-        location, free = self._where(step)
-        message = f"{location}: step {step} was not saved"
+        message = f"{self._where(step)[0]}: step {step} was not saved"
         if fault is None:
             return f"{message}: another rank failed (whole: steps {intact})"
         if isinstance(fault, OSError):
@@ -252,7 +253,10 @@ class CheckpointStore(TrustedSteps):
     def _where(self, step: int) -> tuple[str, int | None]:
         """Return (the save's directory for messages, the number of free bytes on the directory's disk or None if
         unknown)."""
-        return str(self.directory), shutil.disk_usage(self.directory).free if self.directory.exists() else None
+        try:
+            return str(self.directory), shutil.disk_usage(self.directory).free
+        except OSError:  # the directory does not exist, or its disk has failed
+            return str(self.directory), None
 
 
 def write_rank(working: Path, step: int, rank: int, world: int, pieces: Iterable[Piece], fetch: Fetch) -> int:

@@ -18,6 +18,7 @@ from typing import TypeVar
 
 from mega.core import untrusted
 from mega.core.checkpoint.own.pieces import CheckpointError, UnreadableError
+from mega.core.files import name_place
 from mega.core.untrusted import Json
 
 BLOCK = 4 << 20
@@ -69,11 +70,15 @@ def run_concurrently(act: Callable[[Job], Result], jobs: Sequence[Job], size: in
 
 @contextmanager
 def new_file(path: Path) -> Iterator[int]:
-    """Create a file and yield its descriptor. At the end of the `with` block, the file is synced to disk."""
+    """Create a file and yield its descriptor. At the end of the `with` block, the file is synced to disk. An OSError in
+    the block names the file."""
     descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o666)
     try:
         yield descriptor
         os.fsync(descriptor)
+    except OSError as error:
+        name_place(error, path)
+        raise
     finally:
         os.close(descriptor)
 

@@ -27,6 +27,10 @@ from mega.core.files import locked_alone, sync_directory, whole_file
 from mega.core.untrusted import Json
 
 _BLOCK = 1 << 20
+_DENIED = (errno.EACCES, errno.EROFS)
+"""Errors of a place into which this user may not write, which is a mistake in flags."""
+_FAILED = (errno.ENOSPC, errno.EDQUOT, errno.EIO, errno.EFBIG)
+"""Errors of a disk that is full or fails."""
 
 
 class IndexedWriter:
@@ -176,13 +180,15 @@ class IndexedWriter:
 
     @contextlib.contextmanager
     def _named(self) -> Iterator[None]:
-        """Convert an OSError, such as that of a full disk, to a ValueError that names the output."""
+        """Name the output in an OSError. Errors: ValueError if this user may not write there; OSError, such as that of
+        a full disk."""
         try:
             yield
         except OSError as error:
-            if error.errno in (errno.ENOSPC, errno.EDQUOT, errno.EACCES, errno.EROFS, errno.EIO, errno.EFBIG):
-                raise ValueError(f"{self.prefix}: cannot be written ({os.strerror(error.errno)})") from None
-            raise
+            if error.errno not in _DENIED + _FAILED:
+                raise
+            kind = ValueError if error.errno in _DENIED else OSError
+            raise kind(f"{self.prefix}: cannot be written ({os.strerror(error.errno)})") from None
 
     @property
     def largest(self) -> int:

@@ -5,6 +5,7 @@ Vectors are written in fp32, as llama.cpp requires; matrices are written in the 
 
 from __future__ import annotations
 
+import os
 from collections.abc import Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -121,11 +122,24 @@ def _write(
     writer.write_kv_data_to_file()
     writer.write_ti_data_to_file()
     for name, target in tensors.items():
-        writer.write_tensor_data(_encoded(name, whole_tensor(target, source), kinds[name]))
+        _append(writer, _encoded(name, whole_tensor(target, source), kinds[name]))
     if factors is not None:
-        writer.write_tensor_data(np.array(factors, np.float32))
+        _append(writer, np.array(factors, np.float32).view(np.uint8))
+    for file in writer.fout or ():
+        file.flush()
+        os.fsync(file.fileno())
     writer.close()
     return tensor_bytes
+
+
+def _append(writer: GGUFWriter, data: Bytes) -> None:
+    """Write a tensor's bytes. `write_tensor_data` is not used, because numpy's `tofile` hides the error of a full
+    disk."""
+    assert writer.fout is not None, "the header was written"
+    (file,) = writer.fout
+    writer.write_padding(file, file.tell())
+    file.write(np.ascontiguousarray(data).data)
+    writer.write_padding(file, data.nbytes)
 
 
 def _put(writer: GGUFWriter, key: str, value: Json) -> None:
