@@ -147,6 +147,8 @@ def check_source(flag: str, place: Path | str) -> None:
         return
     if not os.path.exists(place):
         path = Path(place)
+        if path.is_symlink():
+            raise ValueError(f"{flag} {place}: links to {os.readlink(path)}, which is not there")
         with contextlib.suppress(OSError):
             if names := difflib.get_close_matches(path.name, os.listdir(path.parent), n=1):
                 raise ValueError(f"{flag} {place}: no such file or directory (nearest: {path.parent / names[0]})")

@@ -117,3 +117,10 @@ def test_a_layout_of_128_ranks_is_checked_on_one(capsys: pytest.CaptureFixture[s
     command = "pretrain --model gpt3-175b --tp 8 --pp 16 --micro-batch 1 --global-batch 64 --dry-run --world 128"
     assert cli.main(command.split()) == 0
     assert "nothing trained" in capsys.readouterr().out
+
+
+def test_a_link_to_nowhere_is_named(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    (tmp_path / "run").symlink_to(tmp_path / "gone")
+    assert cli.main(["checkpoint", "show", str(tmp_path / "run")]) == 2
+    line = f"mega: DIRECTORY {tmp_path}/run: links to {tmp_path}/gone, which is not there\n"
+    assert capsys.readouterr().err == line

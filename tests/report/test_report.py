@@ -216,3 +216,22 @@ def test_no_page_goes_into_a_checkpoint(tmp_path: Path, capsys: pytest.CaptureFi
     (step / SEAL).touch()
     assert cli.main(["report", str(tmp_path), "--out", str(step / "page.html")]) == 2
     assert f"{step} is a checkpoint, which holds nothing else" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("value", ["x", None, [], {}, True, 1e400, 10**400, 10**12, -1], ids=repr)
+def test_values_of_damaged_files_end_no_report(
+    tmp_path: Path, value: object, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """A row or an event with such a value loses the value, or is left out, in every field."""
+    (tmp_path / "step-0000001").mkdir()
+    verdict = {"manifest": "", "status": "good", "sound_steps": 1, "reason": ""}
+    for name, rows in (("metrics.jsonl", ROWS), ("metrics.events.jsonl", EVENTS)):
+        fields = sorted({field for row in rows for field in row})
+        damaged = [{**row, field: value} for field in fields for row in rows if field in row]
+        for path, content in (("metrics.jsonl", ROWS), ("metrics.events.jsonl", EVENTS), (name, [*rows, *damaged])):
+            (tmp_path / path).write_text("".join(json.dumps(row) + "\n" for row in content))
+        for steps in ({"1": value}, {"1": {**verdict, "reason": value}}, value):
+            (tmp_path / "verdicts.json").write_text(json.dumps({"steps": steps}))
+            assert isinstance(read(tmp_path), RunRecord)
+        assert cli.main(["report", str(tmp_path), "--out", str(tmp_path / "page.html")]) == 0
+        assert cli.main(["plot", str(tmp_path), "--out", str(tmp_path / "plot.svg")]) == 0

@@ -59,6 +59,13 @@ class Fault:
 _NUMBERS = {"step": int, "rank": int, "steps": int, "seed": int, "x": float, "seconds": float}
 
 
+def _keys(kind: str, target: str) -> list[str]:
+    """Return the names of the values that a kind of fault uses."""
+    chosen = ["seed"] if kind in ("nan", "inf", "ulp") or (kind, target) == ("spike", "batch") else []
+    strength = {"spike:gradient": ["x"], "sleep:step": ["seconds"]}.get(f"{kind}:{target}", [])
+    return ["step", "rank", "steps", *chosen, *strength]
+
+
 def fault(text: str) -> Fault:
     """Parse one value of --inject.
 
@@ -79,6 +86,8 @@ def fault(text: str) -> Fault:
     values: dict[str, float] = {}
     for pair in filter(None, keys.split(",")):
         name, _, value = pair.partition("=")
+        if name in values:
+            raise ValueError(f"{name} is given twice")
         try:
             values[name] = _NUMBERS[name](value)
         except (KeyError, ValueError):
@@ -88,4 +97,8 @@ def fault(text: str) -> Fault:
     # float() also accepts nan and inf, and int() accepts negative numbers.
     if any(value < 0 or not math.isfinite(value) for value in values.values()) or values["step"] < 1:
         raise ValueError("must count steps from 1, and ranks from 0")
+    if without := next((name for name in ("steps", "seconds") if values.get(name) == 0), None):
+        raise ValueError(f"{without}=0: nothing would happen; must be more")
+    if unused := [name for name in values if name not in _keys(kind, target)]:
+        raise ValueError(f"{unused[0]} does nothing to {kind}:{target}; valid: {', '.join(_keys(kind, target))}")
     return Fault(kind, target, **values)  # type: ignore[arg-type]

@@ -93,7 +93,7 @@ def goodput(steps: Sequence[StepRow], events: Sequence[EventRow], written: float
     begins = [event for event in events if event["event"] == "begin"]
     if not begins:
         return None
-    skipped, productive, left_out, undone = 0, 0.0, 0.0, _undone(events)
+    skipped, productive, left_out, undone = 0, 0.0, 0.0, _undone(events, [row.get("step", 0) for row in steps])
     for row in steps:
         was_skipped = row.get("skipped", 0) > skipped or row.get("step") in undone
         skipped = row.get("skipped", 0)
@@ -124,11 +124,11 @@ def goodput(steps: Sequence[StepRow], events: Sequence[EventRow], written: float
     )
 
 
-def _undone(events: Sequence[EventRow]) -> set[int]:
-    """Return the steps that rollbacks have undone and that were not repeated.
+def _undone(events: Sequence[EventRow], steps: Sequence[int]) -> set[int]:
+    """Return those of `steps` that rollbacks have undone and that were not repeated.
 
     >>> begin, back = {"event": "begin", "step": 0, "at": 0.0}, {"event": "nan", "step": 5, "to": 3, "at": 1.0}
-    >>> _undone([begin, back]), _undone([begin, back, {**begin, "step": 4}])
+    >>> _undone([begin, back], range(9)), _undone([begin, back, {**begin, "step": 4}], range(9))
     ({4, 5}, {4})
     """
     undone: set[int] = set()
@@ -136,7 +136,7 @@ def _undone(events: Sequence[EventRow]) -> set[int]:
         if event["event"] == "begin":  # later steps are repeated
             undone = {step for step in undone if step <= event["step"]}
         elif "to" in event:
-            undone |= set(range(event["to"] + 1, event["step"] + 1))
+            undone |= {step for step in steps if event["to"] < step <= event["step"]}
     return undone
 
 

@@ -15,9 +15,11 @@ from pathlib import Path
 from typing import Any, NamedTuple, cast
 
 from mega.core.report.goodput import EventRow, Goodput, StepRow, goodput
-from mega.core.untrusted import read_limited
+from mega.core.untrusted import Json, below, parse_json, read_limited
 
 MOST_BYTES = 1 << 31
+_MOST = 1 << 53
+"""Largest number of a row or an event that is read; larger ones are damage."""
 Series = list[tuple[float, float]]
 """A curve: (step, value) pairs in the order of steps, with NaN for a missing value."""
 
@@ -166,8 +168,10 @@ def _rows(metrics: Path, found: RunRecord) -> Iterable[dict[str, Any]]:
             row = json.loads(line)
         except ValueError:
             row = None
-        if isinstance(row, dict) and isinstance(row.get("step"), int):
-            yield row
+        values = row if isinstance(row, dict) else {}
+        values = {name: value for name, value in values.items() if _is_row_value(name, value)}
+        if isinstance(values.get("step"), int):
+            yield values
         elif line.strip():
             found.broken += 1
 
@@ -181,8 +185,30 @@ def _read_events(metrics: Path) -> Iterable[EventRow]:
     for line in read_limited(path, MOST_BYTES, str(path)).decode("utf-8", "replace").splitlines():
         with contextlib.suppress(ValueError):
             row = json.loads(line)
-            if isinstance(row, dict) and isinstance(row.get("at"), int | float) and {"step", "event"} <= row.keys():
-                yield cast(EventRow, row)
+            if isinstance(row, dict) and isinstance(row.get("event"), str):
+                event = {name: value for name, value in row.items() if _is_event_value(name, value)}
+                if {"step", "at"} <= event.keys():
+                    yield cast(EventRow, event)
+
+
+def _is_row_value(name: str, value: object) -> bool:
+    """Whether a field of a row of metrics has the type that this module expects. A damaged file may contain any
+    value."""
+    if isinstance(value, int):
+        return abs(value) <= _MOST
+    if name in ("skipped", "batch"):
+        return False
+    return isinstance(value, float | None) or (isinstance(value, str) and name not in ("loss", "loss_scale", "seconds"))
+
+
+def _is_event_value(name: str, value: object) -> bool:
+    """Whether a field of an event has the type that this module expects. A damaged file may contain any value."""
+    if name in ("event", "policy", "save"):
+        return isinstance(value, str)
+    if name == "samples":
+        return isinstance(value, list) and len(value) == 2 and all(isinstance(each, int) for each in value)
+    kinds = int if name in ("step", "to", "rank", "lost_steps") else int | float
+    return isinstance(value, kinds) and abs(value) <= _MOST
 
 
 def _guard_events(happened: list[EventRow]) -> Iterable[RunEvent]:
@@ -230,14 +256,13 @@ def _change_events(rows: list[dict[str, Any]], happened: list[EventRow]) -> Iter
 
 def _checkpoint_events(directory: Path) -> Iterable[RunEvent]:
     """Yield report events for saved checkpoints, with their verdicts."""
-    try:
-        verdicts = json.loads((directory / "verdicts.json").read_bytes())["steps"]
-    except (OSError, ValueError, KeyError, TypeError):
-        verdicts = {}
+    content: Json = None
+    with contextlib.suppress(OSError, ValueError):
+        content = parse_json((directory / "verdicts.json").read_bytes(), "verdicts.json")
     for path in sorted(directory.glob("step-*")):
         number = path.name.removeprefix("step-")
         if path.is_dir() and number.isdecimal():
-            verdict = verdicts.get(str(int(number)), {}) if isinstance(verdicts, dict) else {}
+            verdict = below(content, "steps", str(int(number)))
             reason = f": {verdict['reason']}" if verdict.get("reason") else ""
             status = f"; {verdict['status']}{reason}" if "status" in verdict else ""
             yield RunEvent(int(number), f"saved{status}")
