@@ -399,3 +399,17 @@ def test_diff_tells_presence_shape_and_dtype(tmp_path: Path) -> None:
         "only in the second",
     ]
     assert all(a != b for a, b in pairwise(texts))
+
+
+def test_verify_reports_links_and_unreadable_verdicts(tmp_path: Path) -> None:
+    """Steps that no run would load, and verdicts that none could read, are not passed over in silence."""
+    store, lines = CheckpointStore(tmp_path / "run"), list[str]()
+    for step in (1, 2):
+        store.save(step, [Piece("weights/w", (2,), (0,), torch.ones(2))], {"step": step})
+    shutil.move(store.path(2), tmp_path / "moved")
+    store.path(2).symlink_to(tmp_path / "moved")
+    (tmp_path / "run" / "verdicts.json").write_text("{")
+    with pytest.raises(CheckpointError, match="damaged: step-0000002"):
+        inspect.verify(tmp_path / "run", lines.append)
+    assert "verdicts.json: is not JSON" in lines[0] and lines[1].startswith("step 1: whole"), lines
+    assert "step-0000002: is a link, which is not followed" in lines[2], lines

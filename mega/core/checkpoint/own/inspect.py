@@ -22,7 +22,7 @@ from mega.core.checkpoint.own.retention import retain
 from mega.core.checkpoint.own.source import read_part
 from mega.core.checkpoint.own.steps import NOTHING, STEP, remove_leftover
 from mega.core.checkpoint.own.store import Checkpoint, locate, store_at
-from mega.core.checkpoint.own.together import attempt
+from mega.core.checkpoint.own.together import attempt, reason_of
 from mega.core.files import url_of
 
 Report = Callable[[str], None]
@@ -36,7 +36,11 @@ def verify(path: Path, report: Report) -> None:
     if _is_step(path):
         checkpoints = [path]
     else:
-        checkpoints = [path / f"step-{step:07d}" for step in store_at(path).steps()] or [locate(path).path]
+        store = store_at(path)
+        steps = sorted({*store.steps(), *store.linked()})
+        checkpoints = [path / f"step-{step:07d}" for step in steps] or [locate(path).path]
+        if (fault := attempt(store.verdicts)[1]) is not None:
+            report(f"a step may be suspect although it is reported as unproven: {reason_of(fault)}")
     damaged = []
     for each in checkpoints:
         try:

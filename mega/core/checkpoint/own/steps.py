@@ -50,7 +50,7 @@ class StepFolder:
         matches = (STEP.fullmatch(entry.name) for entry in os.scandir(self.directory) if _is_directory(entry))
         return sorted(int(match[1]) for match in matches if match)
 
-    def _linked(self) -> list[int]:
+    def linked(self) -> list[int]:
         """Steps whose directories are symbolic links. They cannot be opened, and `find` reports them."""
         entries = os.scandir(self.directory) if self.directory.is_dir() else ()
         matches = (STEP.fullmatch(entry.name) for entry in entries if entry.is_symlink())

@@ -101,7 +101,7 @@ class TrustedSteps(StepFolder):
         verdicts, fault = attempt(self.verdicts)
         suspects = {str(step): [v.manifest, v.reason] for step, v in (verdicts or {}).items() if v.status == "suspect"}
         unread = "" if fault is None else reason_of(fault)
-        steps = [*self.steps(), *self._linked()]
+        steps = [*self.steps(), *self.linked()]
         return {"steps": steps, "pointer": self._pointer() is not None, "suspects": suspects, "fault": unread}
 
     def _look(self, step: int, verify: bool, suspect: Sequence[str] | None) -> tuple[Checkpoint | None, str, bool]:
