@@ -213,7 +213,7 @@ class UnitTime(NamedTuple):
     """Number of exchanges that the host launched."""
 
 
-@lru_cache(maxsize=1 << 12)
+@lru_cache(maxsize=1 << 13)
 def play_unit(unit: Sequence[Operation], hardware: Hardware) -> UnitTime:
     """Simulate the operations of a unit. Collectives run one after the other on one stream, and copies to other ranks
     on a second stream."""

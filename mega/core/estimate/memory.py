@@ -18,6 +18,7 @@ from typing import NamedTuple
 from mega.core.architecture import architecture, inventory, parameters
 from mega.core.config.resolve import data_parallel, eager_microbatches, microbatches, records_graph, shares_casts
 from mega.core.config.run import RunConfig
+from mega.core.config.sections import ModelConfig
 from mega.core.estimate.chunks import Chunk, stage_chunks
 from mega.core.estimate.footprint import Footprint, footprint
 from mega.core.estimate.hardware import GIB
@@ -178,15 +179,21 @@ def checkpoint_bytes(run: RunConfig) -> int:
     weight, high = BYTES[run.precision.dtype], wide_bytes(run.precision.dtype)
     offloaded = run.optimizer.optimizer_offload  # with offload, the host stores separate masters
     masters = high if high != weight and (offloaded or run.precision.masters) else 0
-    trained = [tensor for tensor in inventory(run.model) if tensor.trainable]
-    elements = sum(tensor.elements for tensor in trained)
+    elements, hidden_matrices = _trained_elements(run.model)
     if not run.checkpoint.save_optim:
         return elements * weight
     moments = {"adam": 2, "lamb": 2, "sgd": int(run.optimizer.sgd_momentum > 0), "adafactor": 0, "muon": 2}
     values = moments[run.optimizer.optimizer] * elements
     if run.optimizer.optimizer == "muon":
-        values -= sum(tensor.elements for tensor in trained if tensor.hidden_matrix)
+        values -= hidden_matrices
     return elements * (weight + masters) + values * high
+
+
+@lru_cache(maxsize=8)
+def _trained_elements(model: ModelConfig) -> tuple[int, int]:
+    """Return (number of trained elements, number of these in hidden matrices)."""
+    trained = [tensor for tensor in inventory(model) if tensor.trainable]
+    return sum(tensor.elements for tensor in trained), sum(t.elements for t in trained if t.hidden_matrix)
 
 
 def logits_bytes(run: RunConfig) -> int:

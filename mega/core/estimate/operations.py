@@ -58,7 +58,7 @@ def rough_operations(run: RunConfig, chunk: Chunk, *, shared: bool = False) -> C
     return ChunkOperations(parts[0], parts[1], parts[2], one.cargo + (size - 1) * (two.cargo - one.cargo))
 
 
-@lru_cache(maxsize=1 << 10)
+@lru_cache(maxsize=1 << 12)
 def _extrapolated(one: tuple[Operation, ...], two: tuple[Operation, ...], size: int) -> tuple[Operation, ...]:
     """Extrapolate to `size` samples from the operations of one sample and of two samples."""
     scaled = []

@@ -585,7 +585,7 @@ def _repeated(traced: Trace, regimes: Sequence[Sequence[tuple[int, int]]], short
     )
 
 
-@lru_cache(maxsize=1024)
+@lru_cache(maxsize=4096)
 def _traced(run: RunConfig, stage: int, rows: int, shared: bool) -> Trace:
     """Trace a microbatch of `rows` samples on a stage of a run that `reduced_run` returned. shared: as in `trace`."""
     rank = _rank(run, stage)
@@ -596,7 +596,7 @@ def _traced(run: RunConfig, stage: int, rows: int, shared: bool) -> Trace:
         return rank.trace(rows)
 
 
-@lru_cache(maxsize=128)
+@lru_cache(maxsize=1024)
 def _rank(run: RunConfig, stage: int) -> _Rank:
     return _Rank(run, stage)
 
@@ -697,7 +697,7 @@ class _Rank:
         return tuple(map(tuple, work))
 
 
-@lru_cache(maxsize=64)
+@lru_cache(maxsize=512)
 def _batch(
     model: ModelConfig, lengths: BatchConfig, masking: MaskingConfig, data: DataConfig, rows: int, shards: int
 ) -> Batch:
@@ -715,7 +715,7 @@ def unit_parameters(run: RunConfig, chunk: Chunk) -> list[list[ParameterSpec]]:
     return _unit_parameters(*reduced_run(run, chunk))
 
 
-@lru_cache(maxsize=64)
+@lru_cache(maxsize=512)
 def _unit_parameters(run: RunConfig, stage: int) -> list[list[ParameterSpec]]:
     units = _units(_built(run, stage)[1])
     names = {str(dtype): name for name, dtype in DTYPES.items()}

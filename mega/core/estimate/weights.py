@@ -98,7 +98,7 @@ def stage_weights(run: RunConfig, dp: int, chunks: tuple[Chunk, ...], *, shared:
     return _stage_weights(resolve(updated(holding, {"schedule": None}), 1), dp, chunks, shared)
 
 
-@lru_cache(maxsize=64)
+@lru_cache(maxsize=2048)
 def _stage_weights(run: RunConfig, dp: int, chunks: tuple[Chunk, ...], shared: bool) -> Weights:
     parallel, precision = run.parallel, run.precision
     buckets = list(stage_buckets(run, dp, chunks))
@@ -286,7 +286,7 @@ def _parameters(run: RunConfig, chunk: Chunk) -> list[list[ParameterSpec]]:
     return parts
 
 
-@lru_cache(maxsize=64)
+@lru_cache(maxsize=2048)
 def tied_stages(model: ModelConfig, pp: int, chunks: int, explicit: tuple[int, ...]) -> Mapping[str, tuple[int, ...]]:
     """Return a dict: name -> pipeline stages, for every tensor that several stages store."""
     return {} if pp == 1 else shared_stages(inventory(model), placement(model, pp, chunks, explicit))
