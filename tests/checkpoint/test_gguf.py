@@ -25,7 +25,7 @@ from mega.core.checkpoint.own.model import model_of
 from mega.core.checkpoint.own.pieces import CheckpointError, Piece
 from mega.core.checkpoint.own.source import StoredWeights
 from mega.core.inference.loading.load import chat_template, load_tokenizer, special_tokens
-from mega.core.untrusted import Json
+from mega.core.untrusted import Json, below
 from tests.support.gguf_models import TEXTS, folder_of
 from tests.support.hugging_face import hf_folder
 
@@ -108,6 +108,56 @@ def test_rules_of_added_tokens_that_llama_cpp_lacks_are_told() -> None:
     tokens: list[Json] = [{"content": "<a>", "lstrip": True, "rstrip": True}, {"content": "<b>", "rstrip": False}]
     message = "llama.cpp does not let <a> strip spaces before them; <a> strip spaces after them, as the tokenizer does"
     assert lost({"added_tokens": tokens}) == message and lost({"added_tokens": tokens[1:]}) is None
+
+
+@pytest.mark.parametrize("case", ["llama2-sentencepiece", "qwen2-qwen2"])
+@needs_gguf
+def test_settings_without_a_place_in_the_file_are_told(tmp_path: Path, case: str) -> None:
+    folder = folder_of(tmp_path / "hf", case)
+    small = folder / "tokenizer_config.json"
+    known = json.loads(small.read_text()) if small.exists() else {"tokenizer_class": "LlamaTokenizer"}
+    small.write_text(json.dumps({**known, "split_special_tokens": True}))
+    (folder / "generation_config.json").write_text(json.dumps({"eos_token_id": 2, "temperature": 0.6, "top_k": 20}))
+    convert(folder, tmp_path / "own", "mega")
+    losses = convert(tmp_path / "own", tmp_path / "gguf", "gguf", tokens=special_tokens).losses
+    split, sampling = losses
+    assert "lacks split_special_tokens of tokenizer_config.json" in split
+    assert sampling == "the export has no place for settings of generation_config.json: temperature 0.6, top_k 20"
+
+
+def test_a_folder_of_metas_has_no_place_for_ends_and_sampling_either(tmp_path: Path) -> None:
+    folder = folder_of(tmp_path / "hf", "llama2-sentencepiece")
+    (folder / "generation_config.json").write_text(json.dumps({"eos_token_id": [2, 5], "temperature": 0.6}))
+    convert(folder, tmp_path / "own", "mega")
+    *_, loss = convert(tmp_path / "own", tmp_path / "meta", "meta", tokens=special_tokens).losses
+    assert loss.endswith("settings of generation_config.json: eos_token_id [2, 5], temperature 0.6")
+
+
+@needs_gguf
+def test_two_tokens_of_the_same_text_are_refused(tmp_path: Path) -> None:
+    """A tokenizer.json has one id for a text, so that the other id would have none."""
+    from gguf import GGUFReader, GGUFWriter
+
+    path = tmp_path / "tokens.gguf"
+    for kinds, expected in (([1, 1, 3, 1], None), ([1, 5, 5, 1], None), ([1, 1, 5, 3], 0), ([5, 1, 1, 1], 2)):
+        writer = GGUFWriter(path, "llama")
+        writer.add_tokenizer_model("gpt2")
+        writer.add_tokenizer_pre("gpt-2")
+        writer.add_token_list(["a", "b", "a", "</s>"] if expected is not None else ["a", "b", "</s>", "a"])
+        writer.add_token_types(kinds)
+        writer.add_token_merges(["a b"])
+        writer.write_header_to_file()
+        writer.write_kv_data_to_file()
+        writer.close()
+        metadata = {name: field.contents() for name, field in GGUFReader(path).fields.items()}
+        if expected is None:
+            with pytest.raises(
+                CheckpointError, match=r"tokens\.gguf: tokenizer\.ggml\.tokens: 'a' has the ids 0 and 3"
+            ):
+                tokenizer_files(metadata, str(path))
+        else:  # an unused row of the embedding takes the text from no other token
+            model = below(tokenizer_files(metadata, str(path))["tokenizer.json"], "model")
+            assert below(model, "vocab")["a"] == expected
 
 
 @needs_gguf

@@ -17,6 +17,12 @@ from mega.core.untrusted import Json
 
 TEMPLATE, GENERATION, TOKENIZER = "chat_template.jinja", "generation_config.json", "tokenizer_config.json"
 END = "eos_token_id"
+SAMPLING = (
+    *("do_sample", "temperature", "top_k", "top_p", "min_p", "typical_p", "num_beams", "max_length", "max_new_tokens"),
+    *("min_length", "min_new_tokens", "repetition_penalty", "no_repeat_ngram_size", "length_penalty", "bad_words_ids"),
+    *("begin_suppress_tokens", "suppress_tokens", "sequence_bias", "forced_bos_token_id", "forced_eos_token_id"),
+)
+"""Settings in generation_config.json that change what transformers generates."""
 
 
 def trained(checkpoint: StoredWeights) -> bool:
@@ -62,3 +68,12 @@ def tokenizer_config(carried: Mapping[str, Path], tokens: SpecialTokens) -> dict
 
 def _carried(files: Mapping[str, Path], name: str) -> dict[str, Json]:
     return read_json(files[name]) if name in files else {}
+
+
+def generation_losses(checkpoint: StoredWeights, *, ends: bool = False) -> tuple[str, ...]:
+    """Return a message about the settings of generation_config.json that a format without this file lacks. ends:
+    whether the format also has no place for several tokens that end a text."""
+    settings = _carried(checkpoint.attachments, GENERATION)
+    keys = (*((END,) if ends and isinstance(settings.get(END), list) else ()), *SAMPLING)
+    named = [f"{key} {settings[key]}" for key in keys if settings.get(key) is not None]
+    return (f"the export has no place for settings of {GENERATION}: {', '.join(named)}",) if named else ()

@@ -64,6 +64,8 @@ class SpecialTokens:
     left_out: tuple[str, ...] = ()
     """Tokenizer files that must not be exported: Hugging Face's tools would load a different tokenizer from these
     files."""
+    splits_special: bool = False
+    """Whether the names of special tokens are text wherever they occur. Only tokenizer_config.json can express this."""
     loss: str | None = None
     """How tokenization in Hugging Face's tools differs from tokenization with this tokenizer, as text for a message."""
 

@@ -19,6 +19,7 @@ import torch
 
 from mega.core.architecture import architecture, inventory
 from mega.core.architecture.layer import Rope, RopeScaling
+from mega.core.checkpoint.forms import chat_files
 from mega.core.checkpoint.forms.companions import copy_companions
 from mega.core.checkpoint.forms.foreign import TorchSource, check_ranks_differ, flat_tensors, inside, read_json
 from mega.core.checkpoint.forms.form import Export, ExportSource, FormOptions, OpenedForm
@@ -274,7 +275,9 @@ def export(own: ExportSource, to: str, options: FormOptions) -> Export:
         copy_companions(own.checkpoint, folder, skip=("config.json", "generation_config.json", "params.json"))
         return bytes_written
 
-    return Export(table(model, parts), fill, losses=losses(model))
+    return Export(
+        table(model, parts), fill, losses=(*losses(model), *chat_files.generation_losses(own.checkpoint, ends=True))
+    )
 
 
 def params_from_model(options: ModelConfig) -> dict[str, Json]:

@@ -382,7 +382,15 @@ def special_tokens(checkpoint: StoredWeights) -> SpecialTokens:
     left_out = () if reason is None else tuple(tokenizer.files())
     difference = tokenizer.publishing_loss() if reason is None else f"its tokenizer is left out: {reason}"
     loss = None if difference is None else f"{tokenizer.kind}: {difference}"
-    tokens = SpecialTokens(tokenizer.special_ids(), files, names, tokenizer.single_file, left_out=left_out, loss=loss)
+    tokens = SpecialTokens(
+        tokenizer.special_ids(),
+        files,
+        names,
+        tokenizer.single_file,
+        left_out=left_out,
+        splits_special=tokenizer.behaviour().get("split") is True,
+        loss=loss,
+    )
     if template is None:
         return tokens
     chat = ChatFormat(template, tokenizer, f"{checkpoint.path}: its chat template")

@@ -36,6 +36,11 @@ Bytes = np.ndarray[tuple[int, ...], np.dtype[np.uint8]]
 NO_TOKENIZER: dict[str, Json] = {f"{PREFIX}model": "none"}
 """A required key; llama.cpp does not open a file without it."""
 
+SPLITS = (
+    "the file lacks split_special_tokens of tokenizer_config.json: for the tokenizer, names of special tokens are "
+    "text; for programs that parse special tokens, they are these tokens"
+)
+
 BLOCK = 32
 """Number of values per block of Q8_0."""
 
@@ -57,6 +62,7 @@ def export(own: ExportSource, to: str, options: FormOptions) -> Export:
             f"--outtype q8_0: has blocks of {BLOCK} numbers, which do not divide a row of {row}; valid: f32, f16, bf16"
         )
     vocabulary, losses = _vocabulary(own, options)
+    losses += chat_files.generation_losses(own.checkpoint)
     metadata |= {"general.name": own.checkpoint.path.name, "general.file_type": FILE_TYPES[outtype], **vocabulary}
 
     def fill(folder: Path, table: Table, source: Source) -> int:
@@ -90,7 +96,8 @@ def _vocabulary(own: ExportSource, options: FormOptions) -> tuple[dict[str, Json
     vocabulary = vocabulary_of(tokenizer_json, ids, own.model.vocab)
     if tokens.template is not None:
         vocabulary[TEMPLATE] = tokens.template
-    return vocabulary, tuple(loss for loss in (tokens.loss, lost(tokenizer_json)) if loss is not None)
+    losses = (tokens.loss, lost(tokenizer_json), SPLITS if tokens.splits_special else None)
+    return vocabulary, tuple(loss for loss in losses if loss is not None)
 
 
 def _write(

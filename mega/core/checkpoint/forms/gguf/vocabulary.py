@@ -77,7 +77,7 @@ def tokenizer_files(metadata: Mapping[str, Json], where: str) -> dict[str, dict[
     # Padding rows of the embedding are not tokens.
     while tokens and kinds[len(tokens) - 1] == UNUSED:
         tokens.pop()
-    ids = {token: number for number, token in enumerate(tokens)}
+    ids = _ids(tokens, kinds, where)
     added_tokens: list[Json] = [
         {
             "id": number,
@@ -117,6 +117,21 @@ def _strings(metadata: Mapping[str, Json], name: str, where: str) -> list[str]:
     if not isinstance(strings, list) or not strings:
         raise CheckpointError(f"{where}: holds no {PREFIX}{name}")
     return [str(each) for each in strings]
+
+
+def _ids(tokens: Sequence[str], kinds: Sequence[Json], where: str) -> dict[str, int]:
+    """Return the id of each token. An unused token may have the text of another token. Errors: CheckpointError if two
+    other tokens have the same text, because a tokenizer.json has one id for each text."""
+    ids: dict[str, int] = {}
+    for number, token in enumerate(tokens):
+        first = ids.get(token)
+        if first is None or kinds[first] == UNUSED:
+            ids[token] = number
+        elif kinds[number] != UNUSED:
+            raise CheckpointError(
+                f"{where}: {PREFIX}tokens: {token!r} has the ids {first} and {number} (valid: one id)"
+            )
+    return ids
 
 
 def _frame(metadata: Mapping[str, Json], special_names: Mapping[str, str], where: str) -> tuple[str | None, str | None]:
