@@ -150,3 +150,19 @@ def test_no_text_is_lost_after_a_prompt_that_ends_within_a_character() -> None:
         assert choice["text"] == "龘 ab cd" and choice["logprobs"]["text_offset"][:2] == [0, 1]
         engine.answers = (letters,)
         assert ask(server, prompt="x\ufffd", seed=0)["choices"][0]["text"] == " ab cd"
+
+
+def test_spaces_that_the_tokenizer_removes_shift_no_offset() -> None:
+    tokenizer = build(tokenizer="Llama2Tokenizer", tokenizer_model=shared("stories260K_hf/tokenizer.model"))
+    with scripted(tokenizer) as (server, engine):
+        engine.answers = (tokenizer.encode("time")[1:],)
+        for prompt, special in (
+            ("a  boy  upon  a", False),
+            ("a </s> boy", True),
+            ("<s>  boy", False),
+            ("  龘  boy", False),
+        ):
+            fields: dict[str, Any] = {"prompt": prompt, "echo": True, "logprobs": 1, "parse_special_tokens": special}
+            choice = ask(server, **fields, seed=0)["choices"][0]
+            check_offsets(tokenizer, choice["text"], choice["logprobs"])
+            assert choice["text"] == f"{prompt} time"

@@ -674,16 +674,38 @@ def prompt_scored(service: Service, done: Continuation, prompt: PromptText) -> l
     """Return the tokens of a prompt with their scores; offsets refer to the prompt's text."""
     tops = done.prompt_top or ((),) * len(done.prompt)
     stream, end, scored = TextStream(service.tokenizer), 0, list[Scored]()
+    passed: list[str] = []  # names of tokens without text, which a prompt may contain
     for at, (token, logprob, top) in enumerate(zip(done.prompt, done.prompt_logprobs, tops, strict=True)):
-        bare = stream.without_space((token, *(each for each, _ in top)))
+        bare, listed = stream.without_space((token, *(each for each, _ in top))), service.token_bytes(token)
         offset = end + stream.begin(token)
-        end += len(stream.push(token))
         if prompt.offsets is not None:
             offset = prompt.offsets[at]
             in_text = prompt.text.startswith(service.token_text(token, bare), offset)
             bare = bare if in_text else frozenset()
+        elif listed:
+            gap = _removed(prompt.text, offset, service.token_text(token, bare), passed)
+            offset, end = offset + gap, end + gap
+        passed = [] if listed else [*passed, service.token_text(token)]
+        end += len(stream.push(token))
         scored.append(Scored(token, logprob, top, min(offset, len(prompt.text)), bare))
     return scored
+
+
+def _removed(text: str, offset: int, token: str, passed: Sequence[str]) -> int:
+    """Return the number of characters between `offset` and the next occurrence of `token` if these are spaces, which
+    some tokenizers remove, and names in `passed`; else 0.
+
+    >>> [_removed("a  </s> b", 1, " b", ["</s>"]), _removed("a   b", 1, " c", [])]
+    [6, 0]
+    """
+    if token.startswith("bytes:\\x"):  # part of a character, so only spaces before it can be recognised
+        rest = text[offset:]
+        return 0 if token.startswith("bytes:\\x20") else len(rest) - len(rest.lstrip(" "))
+    at = text.find(token, offset)
+    between = text[offset : max(at, offset)]
+    for name in passed:
+        between = between.replace(name, "", 1)
+    return 0 if at < 0 or between.strip() else at - offset
 
 
 def _logprobs(
