@@ -98,7 +98,7 @@ def test_a_template_of_the_command_line_is_the_models(place: Place) -> None:
         assert "--chat-template plain" in said and "has another of its own; leave it out to go by that" in said
         assert prompt_tokens(url, "chat") == length(place, "User: Who are you?\n\nAssistant:")
     with server(f / "text", "--chat-template", "plain", *adapters) as (url, said):
-        assert "has another of its own" not in said
+        assert "has another of its own" not in said and "chat by --chat-template" in said
         assert prompt_tokens(url, "text") == prompt_tokens(url, "bare") != prompt_tokens(url, "shouts")
 
 

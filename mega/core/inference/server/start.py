@@ -231,7 +231,8 @@ def _lines(plan: ServePlan, opened: OpenedModel, dtype: torch.dtype, about: str,
     capacity = Capacity(limits, weights, cache, server.engine.neighbour_bytes, guesses, *server.engine.draft_bytes)
     requested_length = plan.options.max_length or 0
     beyond = f"--max-length {requested_length}: the model has {limits.longest} positions, so that is the longest"
-    chat = "chat by the model's template" if service.chat is not None else "no chat template"
+    template = "the model's template" if plan.model.chat_template is None else "--chat-template"
+    chat = "no chat template" if service.chat is None else f"chat by {template}"
     adapters = server.options.adapters
     return [
         loaded,
