@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import queue
 import threading
+import time
 from typing import Any
 
 import pytest
@@ -42,6 +43,19 @@ def test_the_first_host_is_named_when_its_store_is_silent() -> None:
     call = RollCall(store, 1, 2, 1.0, host=("b", []))
     call._answer()
     assert call._silent_store().startswith("rank 0 on host a has not answered for 1 minute")
+
+
+def test_the_first_host_is_named_even_if_it_stops_early(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its name is asked for long before the first regular look."""
+    monkeypatch.setattr(roll_call, "LOOK", 600.0)
+    store, told = dist.HashStore(), "rank 0 on host a has not answered"
+    calls = [RollCall(store, rank, 2, 600.0, host=(name, [])).start() for rank, name in enumerate("ab")]
+    deadline = time.monotonic() + 60
+    while not calls[1]._silent_store().startswith(told) and time.monotonic() < deadline:
+        time.sleep(0.01)
+    assert calls[1]._silent_store().startswith(told)
+    for call in calls:
+        call.close()
 
 
 def test_a_silent_store_is_reported_without_asking_it(monkeypatch: pytest.MonkeyPatch) -> None:
