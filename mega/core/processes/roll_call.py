@@ -193,7 +193,8 @@ class RollCall:
                 self._in_time(lambda: self.questions.introduce(name, addresses), self._silence)
             stood, since, ask = None, time.monotonic(), math.inf  # position, when it was reached, when to ask next
             still = self._standing(), time.monotonic()
-            while not self._closed.wait(self._pause()):
+            # The name of rank 0's host cannot be read after that host has stopped, so it is looked for more often.
+            while not self._closed.wait(self._look if self._host is None or self._first else min(self._look, SOON)):
                 standing, moment = self._standing(), time.monotonic()
                 still = still if standing == still[0] else (standing, moment)
                 waited = moment > still[1] + min(FAILED, 15 * self.minutes)
@@ -217,11 +218,6 @@ class RollCall:
             if not self._closed.wait(60 * self.minutes):
                 reason = f"{name_ranks([0], self._first)}, or its host, has ended"
                 self._end(reason if self._hosted else "the launcher's store has gone")
-
-    def _pause(self) -> float:
-        """Seconds until the next look. The host of rank 0 may stop early, and its name cannot be read after that."""
-        known = self._host is None or bool(self._first)
-        return self._look if known else min(self._look, SOON)
 
     def _answer(self, waited: bool = False) -> str:
         """Answer new questions. Return the verdict, or "" if no verdict has been written yet. waited: whether this
