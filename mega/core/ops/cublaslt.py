@@ -164,7 +164,7 @@ def plan(
     most: int,
     tiles: Collection[int] = (),
 ) -> PlannedGemm | None:
-    """Return the first GEMM from `propose` with one of these tiles, otherwise the first, or None if there is none."""
+    """Return the first GEMM from `propose` with one of these tiles, otherwise the first, or None without proposals."""
     gemms = propose(device, attributes, left, right, out, most=most)
     suitable = (gemm for gemm in gemms if tiles and gemm.tile in tiles)
     return next(suitable, gemms[0] if gemms else None)

@@ -60,6 +60,7 @@ READ = (
     *("peft_type", "init_lora_weights", "r", "rank_pattern", "alpha_pattern", "lora_alpha", "use_rslora"),
     "lora_dropout",
 )
+"""Keys of adapter_config.json that are read."""
 WITHOUT_EFFECT = (
     *("base_model_name_or_path", "task_type", "auto_mapping", "peft_version", "revision", "inference_mode"),
     *("target_modules", "exclude_modules", "layers_pattern", "fan_in_fan_out", "runtime_config", "ensure_weight_tying"),
